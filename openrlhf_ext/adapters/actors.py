@@ -1,0 +1,230 @@
+"""The DeepSpeed actors: OpenRLHF's, trained window by window on batches planned by the controller.
+
+Upstream's ``training_step`` (forward, loss, backward) is used as it is. The loop around it is ours: the controller
+hands over the micro-batches of every optimizer step, so no row is dropped, ranks run in step, the accumulation window
+always ends inside the train step, and metrics are reduced once a step in a fixed key order.
+"""
+
+from __future__ import annotations
+
+import openrlhf.trainer.ray.ppo_actor as upstream_actor
+import openrlhf.trainer.ray.ppo_critic as upstream_critic
+import deepspeed
+import ray
+import torch
+import torch.distributed as dist
+
+from openrlhf_ext.adapters import cpu_platform
+from openrlhf_ext.adapters.upstream import plain
+
+
+class TrainStepSchedule:
+    """An LR schedule that follows planned train steps, not optimizer steps that happened.
+
+    DeepSpeed steps it once for each optimizer step. A train step with fewer optimizer steps than planned (filtered
+    groups) or more (replay) would bend the schedule; here train step t always ends at position
+    ``t * steps_per_train_step``, and never beyond.
+    """
+
+    def __init__(self, inner, steps_per_train_step: int) -> None:
+        self._inner = inner
+        self._per_train_step = steps_per_train_step
+        self._end = inner.last_epoch + steps_per_train_step
+
+    def step(self) -> None:
+        if self._inner.last_epoch < self._end:
+            self._inner.step()
+
+    def finish_train_step(self) -> None:
+        while self._inner.last_epoch < self._end:
+            self._inner.step()
+        self._end += self._per_train_step
+
+    def get_last_lr(self) -> list[float]:
+        return self._inner.get_last_lr()
+
+    def state_dict(self) -> dict:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self._inner.load_state_dict(state)
+        self._end = self._inner.last_epoch + self._per_train_step
+
+
+class WindowedTraining:
+    """Mixin for model actors: ``set_windows`` then ``fit``.
+
+    A subclass sets ``_engine`` (the DeepSpeed engine), ``_schedule`` and ``_train_micro_batch``.
+    """
+
+    def set_windows(self, windows: list[list]) -> None:
+        """Take this rank's micro-batches of the next train step: ``windows[optimizer_step][micro_batch]``."""
+        self._windows = windows
+
+    def _fit_windows(self, epochs: int) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        last: dict[str, float] = {}
+        trainer = self.trainer
+        for _ in range(epochs):
+            self._plan_dynamic(trainer)
+            step = 0
+            for window in self._windows:
+                info = self._loss_norm(window)
+                for i, micro_batch in enumerate(window):
+                    self._engine.set_gradient_accumulation_boundary(i == len(window) - 1)
+                    micro_batch.to_device(torch.cuda.current_device())
+                    status = self._train_micro_batch(micro_batch, step, info)
+                    _add_metrics(totals, last, status)
+                    step += 1
+        self._windows = []
+        self._schedule.finish_train_step()
+        return {**_reduce(totals), **last}
+
+    def _plan_dynamic(self, trainer) -> None:
+        """Upstream's training_step reads the optimizer boundary from its replay buffer when batching is dynamic."""
+        buffer = trainer.replay_buffer
+        buffer.dynamic_optimizer_step = [int(i == len(w) - 1) for w in self._windows for i in range(len(w))]
+        buffer.dynamic_sample_loss_scale = [1.0 / len(w) for w in self._windows for _ in w]
+
+    def _loss_norm(self, window: list) -> dict:
+        """Token and sample counts of one optimizer step over all ranks, as upstream's losses take them.
+
+        DeepSpeed divides every loss by its configured accumulation steps, whatever the window's real length; the
+        counts are divided by the same number, which cancels it.
+        """
+        masks = [micro_batch.action_mask for micro_batch in window]
+        counts = torch.tensor(
+            [sum(int(m.sum()) for m in masks), sum(int((m.sum(-1) > 0).sum()) for m in masks)], dtype=torch.float32
+        )
+        group = self.strategy.ds_device_mesh["dp"].get_group()
+        counts = counts.to(torch.cuda.current_device())
+        dist.all_reduce(counts, group=group)
+        gas = self._engine.gradient_accumulation_steps()
+        return {
+            "dp_size": dist.get_world_size(group=group),
+            "batch_num_tokens": counts[0] / gas,
+            "global_batch_size": counts[1] / gas,
+        }
+
+
+def _add_metrics(totals: dict[str, float], last: dict[str, float], status: dict) -> None:
+    """Add one micro-batch to the weighted sums; metrics without a weight (lr, gradient norm) keep the last value."""
+    tokens = status["num_action_tokens"]
+    weights = {"token": tokens, "sample": status["num_samples"] if tokens else 0.0}
+    for kind, amount in weights.items():
+        totals[f"_{kind}"] = totals.get(f"_{kind}", 0.0) + amount
+    for key, value in status["metrics"].items():
+        kind = status["weights"][key]
+        value = value.float().mean().item() if isinstance(value, torch.Tensor) else float(value)
+        if kind is None:
+            last[key] = value
+            continue
+        name = f"{kind}:{key}"
+        totals.setdefault(name, 0.0)
+        if weights[kind] > 0:  # a padding micro-batch has no tokens and its means are 0/0
+            totals[name] += value * weights[kind]
+
+
+def _reduce(totals: dict[str, float]) -> dict[str, float]:
+    """Means over all ranks, in one collective over sorted keys."""
+    keys = sorted(totals)
+    sums = torch.tensor([totals[key] for key in keys], dtype=torch.float64).to(torch.cuda.current_device())
+    dist.all_reduce(sums)
+    sums = dict(zip(keys, sums.tolist(), strict=True))
+    means = {}
+    for key in keys:
+        if not key.startswith("_"):
+            kind, name = key.split(":", 1)
+            means[name] = sums[key] / sums[f"_{kind}"] if sums[f"_{kind}"] else 0.0
+    return means
+
+
+class PolicyTrainer(upstream_actor.ActorPPOTrainer):
+    """Upstream's actor trainer; on CPU, weights go to the engines in one broadcast."""
+
+    def _init_vllm_sync_group(self, backend: str) -> None:
+        if not cpu_platform.active():
+            return super()._init_vllm_sync_group(backend)
+        args = self.strategy.args.vllm
+        workers = args.num_engines * args.tensor_parallel_size
+        host = ray.util.get_node_ip_address()
+        self._weight_group = cpu_platform.WeightGroup(host, 0, rank=0, world_size=workers + 1)
+        refs = [
+            engine.init_process_group.remote(
+                host,
+                self._weight_group.port,
+                1 + i * args.tensor_parallel_size,
+                workers + 1,
+                "openrlhf_ext",
+                backend=backend,
+                use_ray=args.sync_with_ray,
+            )
+            for i, engine in enumerate(self.vllm_engines)
+        ]
+        self._weight_group.connect()
+        ray.get(refs)
+
+    def broadcast_to_vllm(self) -> None:
+        if not cpu_platform.active():
+            return super().broadcast_to_vllm()
+        model = self.actor.model.module
+        named = [(name, param) for name, param in model.named_parameters()]
+        rank_zero = dist.get_rank() == 0
+        stage_three = self.strategy.args.ds.zero_stage == 3
+        with deepspeed.zero.GatheredParameters([p for _, p in named], enabled=stage_three):
+            flat = torch.cat([param.data.flatten() for _, param in named]) if rank_zero else None
+            shapes = [tuple(param.shape) for _, param in named]
+        if rank_zero:
+            refs = [
+                engine.update_weights.remote([name for name, _ in named], shapes, flat.dtype)
+                for engine in self.vllm_engines
+            ]
+            self._weight_group.broadcast(flat)
+            ray.get(refs)
+        dist.barrier()
+
+
+# PolicyModelActor creates its trainer by this name, in this process.
+upstream_actor.ActorPPOTrainer = PolicyTrainer
+
+
+class PolicyActor(WindowedTraining, plain(upstream_actor.PolicyModelActor)):
+    """OpenRLHF's policy actor, trained on planned windows."""
+
+    def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
+        super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
+        self._engine = self.actor.model
+        self._schedule = TrainStepSchedule(self.actor_scheduler, strategy.optimizer_steps_per_train_step)
+        self._engine.lr_scheduler = self.actor_scheduler = self.trainer.actor_scheduler = self._schedule
+
+    def fit(self, kl_ctl: float = 0) -> dict[str, float]:
+        self._kl_ctl = kl_ctl
+        self.actor.train()
+        return self._fit_windows(self.trainer.max_epochs)
+
+    def _train_micro_batch(self, micro_batch, step: int, info: dict) -> dict:
+        return self.trainer.training_step(micro_batch, self._kl_ctl, step, info)
+
+
+class CriticActor(WindowedTraining, plain(upstream_critic.CriticModelActor)):
+    """OpenRLHF's critic actor, trained on planned windows."""
+
+    def init_model_from_pretrained(self, strategy, pretrain, max_steps) -> None:
+        super().init_model_from_pretrained(strategy, pretrain, max_steps)
+        self._engine = self.critic
+        self._schedule = TrainStepSchedule(self.critic_scheduler, strategy.optimizer_steps_per_train_step)
+        self._engine.lr_scheduler = self.critic_scheduler = self.trainer.critic_scheduler = self._schedule
+
+    def fit(self) -> dict[str, float]:
+        self.critic.train()
+        return self._fit_windows(self.trainer.max_epochs)
+
+    def _train_micro_batch(self, micro_batch, step: int, info: dict) -> dict:
+        metrics = self.trainer.training_step(micro_batch, step, info)
+        mask = micro_batch.action_mask
+        return {
+            "metrics": metrics,
+            "weights": {key: "token" if key in ("critic_loss", "values") else None for key in metrics},
+            "num_samples": float(len(mask)),
+            "num_action_tokens": float(mask.sum()),
+        }

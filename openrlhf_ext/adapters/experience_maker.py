@@ -1,0 +1,111 @@
+"""OpenRLHF's experience maker for any number of rows.
+
+Upstream's forward passes, advantages and returns are used as they are. What changes: rows are spread so that every
+rank gets the same number of forward calls, and groups without reward spread get an advantage of exactly zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, remove_padding_in_sequences
+from openrlhf.trainer.ppo_utils.experience import split_experience_batch
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+from openrlhf_ext.batching import PAD, Plan, check_plan, plan_batches
+from openrlhf_ext.config import GroupsConfig
+from openrlhf_ext.groups import effective_mask
+
+
+class ExperienceMaker(RemoteExperienceMaker):
+    """Makes experiences for whole groups in order; see ``make_rows``."""
+
+    def __init__(self, *args, groups: GroupsConfig | None, num_ranks: int, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._groups = groups
+        self._num_ranks = num_ranks
+
+    def make_rows(self, samples: list[Experience]) -> list[Experience]:
+        """Samples of whole groups, in order, to single-row experiences with advantages, in the same order."""
+        rows: list[Experience | None] = [None] * len(samples)
+        for batch in self.make_experience_batch(samples):
+            index = batch.index
+            for i, row in zip(index, remove_padding_in_sequences(split_experience_batch(batch)), strict=True):
+                rows[i] = row
+        return rows  # type: ignore[return-value]
+
+    def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
+        """Micro-batches for the forward passes: equally many for each rank, rank by rank.
+
+        Where a rank has too few rows, a repeated row (dropped again in ``make_experience``) fills in.
+        """
+        for i, sample in enumerate(rollout_samples):
+            sample.index = [i]
+        plan = plan_batches(
+            [int(sample.total_length.item()) for sample in rollout_samples],
+            num_ranks=self._num_ranks,
+            rows_per_window=len(rollout_samples),
+            micro_batch_size=self.args.rollout.micro_batch_size,
+            max_tokens=self.args.rollout.max_tokens_per_gpu if self.args.train.dynamic_batch_enable else None,
+        )
+        chunks = [chunk for rank in plan for window in rank for chunk in window]
+        self._is_padding = [chunk == [PAD] for chunk in chunks]
+        return [
+            Experience.concat_experiences(
+                [rollout_samples[0 if i == PAD else i] for i in chunk], self.tokenizer.pad_token_id
+            )
+            for chunk in chunks
+        ]
+
+    def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
+        experiences = super().make_experience(samples_list)
+        return [e for e, padding in zip(experiences, self._is_padding, strict=True) if not padding]
+
+    @torch.no_grad()
+    def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
+        """Upstream's, then exactly zero for groups whose raw rewards do not differ.
+
+        Upstream divides by ``std + 1e-9``, which turns rounding noise of equal rewards into advantages near one. The
+        test reads the rewards before length penalties are added to them.
+        """
+        group_size = self.args.rollout.n_samples_per_prompt
+        effective = None
+        if self._groups is not None and group_size > 1 and self.advantage_estimator != "gae":
+            by_index = sorted(
+                (i, reward) for e in experiences for i, reward in zip(e.index, e.rewards.tolist(), strict=True)
+            )
+            rewards = np.array([reward for _, reward in by_index]).reshape(-1, group_size)
+            effective = np.repeat(effective_mask(rewards.tolist(), self._groups.tolerance), group_size)
+        experiences = super().compute_advantages_and_returns(experiences)
+        if effective is not None:
+            for experience in experiences:
+                keep = torch.from_numpy(effective[experience.index])
+                experience.advantages = torch.where(keep[:, None], experience.advantages, 0.0)
+        return experiences
+
+
+def plan_training(rows: list[Experience], args, *, num_ranks: int, rng: np.random.Generator) -> Plan:
+    """The optimizer steps of one train step over ``rows``; checked to train each row exactly once per epoch."""
+    plan = plan_batches(
+        [int(row.total_length.item()) for row in rows],
+        num_ranks=num_ranks,
+        rows_per_window=args.train.batch_size,
+        micro_batch_size=args.train.micro_batch_size,
+        max_tokens=args.train.max_tokens_per_gpu if args.train.dynamic_batch_enable else None,
+        rng=rng,
+    )
+    check_plan(plan, len(rows))
+    return plan
+
+
+def rank_windows(plan: Plan, rank: int, rows: list[Experience]) -> list[list[Experience]]:
+    """The micro-batches that one rank trains, window by window. Padding rows get a zero action mask."""
+    return [[_collate(batch, rows) for batch in window] for window in plan[rank]]
+
+
+def _collate(batch: list[int], rows: list[Experience]) -> Experience:
+    if batch == [PAD]:
+        return make_experience_batch([replace(rows[0], action_mask=torch.zeros_like(rows[0].action_mask))])
+    return make_experience_batch([rows[i] for i in batch])

@@ -1,0 +1,103 @@
+"""From checked settings to a finished run: Ray, engines, models, trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from importlib import import_module
+
+from openrlhf_ext.adapters import cpu_platform
+from openrlhf_ext.adapters.upstream import check_version
+from openrlhf_ext.settings import Settings
+from openrlhf_ext.supervisor import supervise
+
+logger = logging.getLogger(__name__)
+
+
+def run(settings: Settings) -> int:
+    """Train; returns the exit code. No process that the run started is left when it returns."""
+    check_version()
+    return supervise(lambda: _train(settings))
+
+
+def _train(settings: Settings) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
+    os.environ.update(cpu_platform.process_env() if cpu_platform.active() else {})
+    cpu_platform.install()
+
+    # The imports take longer than Ray's start and mostly wait for neither.
+    imports = threading.Thread(target=import_module, args=("openrlhf_ext.adapters.trainer",))
+    imports.start()
+    _start_ray(settings)
+    imports.join()
+
+    import ray
+
+    try:
+        _run_trainer(settings)
+        return 0
+    finally:
+        ray.shutdown()
+
+
+def _start_ray(settings: Settings) -> None:
+    """Connect to the cluster in RAY_ADDRESS, or start one of our own; never to one that merely happens to run."""
+    import ray
+
+    args = settings.upstream
+    env = {
+        "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"),
+        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
+    }
+    runtime_env: dict[str, object] = {"env_vars": env}
+    resources: dict[str, object] = {}
+    if cpu_platform.active():
+        env |= cpu_platform.process_env()
+        runtime_env["worker_process_setup_hook"] = cpu_platform.HOOK
+        # Logical resources: upstream places its models on "GPUs", Ray does not ask for hardware.
+        gpus = _num_gpus(args)
+        resources = {"num_cpus": gpus + 1, "num_gpus": gpus}
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        resources = {}
+    ray.init(
+        address=address or "local",
+        include_dashboard=False if not address else None,
+        log_to_driver=settings.ext.log.worker_output == "console",
+        logging_level=logging.WARNING,
+        runtime_env=runtime_env,
+        **resources,
+    )
+
+
+def _num_gpus(args) -> int:
+    """GPUs that a placement without colocation takes."""
+    groups = [args.actor]
+    groups += [args.ref] if args.algo.kl.init_coef > 0 else []
+    groups += [args.critic] if args.critic.model_name_or_path else []
+    models = sum(group.num_nodes * group.num_gpus_per_node for group in groups)
+    return models + args.vllm.num_engines * args.vllm.tensor_parallel_size
+
+
+def _run_trainer(settings: Settings) -> None:
+    import ray
+
+    from openrlhf_ext.adapters.placement import create_engines, create_models, quiet_strategy
+    from openrlhf_ext.adapters.trainer import Trainer
+
+    strategy = quiet_strategy(settings)
+    args = strategy.args
+    models = create_models(args)
+    engines = create_engines(args, settings.ext, models.shared)
+    trainer = Trainer(settings, strategy, models.actor, models.critic, models.reference, engines)
+    node_logs = ray._private.worker._global_node.get_logs_dir_path() if ray._private.worker._global_node else None
+    if node_logs:
+        trainer.run_dir.link_logs(node_logs)
+    configured = [engine.configure.remote(strategy, settings.ext.reward) for engine in engines]
+    models.load(strategy, engines, trainer.max_steps)
+    ray.get(configured)
+    trainer.fit()
+    models.save()

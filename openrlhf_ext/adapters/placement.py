@@ -1,0 +1,135 @@
+"""Which models run where: OpenRLHF's placement rules with this package's actor classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import openrlhf.trainer.ray.vllm_engine as vllm_engine
+import ray
+from openrlhf.trainer.ray.launcher import RayActorGroup, ReferenceModelActor
+from openrlhf.utils import get_strategy
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from openrlhf_ext.adapters.actors import CriticActor, PolicyActor
+from openrlhf_ext.adapters.engine import EngineActor
+from openrlhf_ext.config import ExtConfig
+from openrlhf_ext.settings import Settings
+
+# Colocated models share a GPU; upstream gives each this fraction.
+_SHARED_FRACTION = 0.2
+
+
+class ActorGroup(RayActorGroup):
+    """Upstream's group of Ray actors, addressable by data-parallel rank."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks; actors of one ring or tensor-parallel group count once."""
+        return len(self._actor_handlers) // self.duplicate_actors
+
+    def actors_of_rank(self, rank: int) -> list:
+        first = rank * self.duplicate_actors
+        return self._actor_handlers[first : first + self.duplicate_actors]
+
+
+def _no_print(*words) -> None:
+    """Upstream prints whole models and all arguments, the API key among them."""
+
+
+def quiet_strategy(settings: Settings):
+    """Upstream's strategy, with what the actors need to know of the plan and without anything secret."""
+    args = settings.upstream
+    args.logger.wandb.key = None  # trackers are ours; upstream's would copy the key into its files
+    args.logger.tensorboard_dir = None
+    strategy = get_strategy(args)
+    strategy.print = _no_print
+    rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    strategy.optimizer_steps_per_train_step = rows // args.train.batch_size * args.train.max_epochs
+    return strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The model actors of a run; None where the settings do not need one."""
+
+    actor: ActorGroup
+    reference: ActorGroup | None
+    critic: ActorGroup | None
+    shared: PlacementGroup | None
+    """GPUs that the engines share with the models (``--train.colocate_all``)."""
+
+    def load(self, strategy, engines: list, max_steps: int) -> None:
+        """Load all weights and plan the learning rate for ``max_steps`` train steps. Blocks."""
+        args = strategy.args
+        name = args.actor.model_name_or_path
+        total = max_steps * strategy.optimizer_steps_per_train_step
+        refs = self.actor.async_init_model_from_pretrained(strategy, name, total, engines)
+        if self.reference is not None:
+            refs += self.reference.async_init_model_from_pretrained(strategy, name)
+        ray.get(refs)
+        if self.critic is not None:
+            ray.get(self.critic.async_init_model_from_pretrained(strategy, args.critic.model_name_or_path, total))
+
+    def save(self) -> None:
+        """Write the trained policy as a Hugging Face folder to ``--ckpt.output_dir``."""
+        ray.get(self.actor.async_save_model())
+        if self.critic is not None:
+            ray.get(self.critic.async_save_model())
+
+
+def _gpus(count: int) -> PlacementGroup:
+    group = placement_group([{"GPU": 1, "CPU": 1}] * count, strategy="PACK")
+    ray.get(group.ready())
+    return group
+
+
+def create_models(args) -> Models:
+    """Start the model actors (without weights) where the colocation flags put them."""
+
+    def group(actor_class, part, shared: PlacementGroup | None) -> ActorGroup:
+        return ActorGroup(
+            part.num_nodes,
+            part.num_gpus_per_node,
+            actor_class,
+            pg=shared,
+            num_gpus_per_actor=_SHARED_FRACTION if shared else 1,
+            duplicate_actors=args.ds.ring_attn_size * args.ds.tensor_parallel_size,
+        )
+
+    everything = args.train.colocate_all
+    shared = None
+    if everything or args.train.colocate_actor_ref:
+        shared = _gpus(args.actor.num_nodes * args.actor.num_gpus_per_node)
+    actor = group(ray.remote(num_gpus=1)(PolicyActor), args.actor, shared)
+    reference = group(ReferenceModelActor, args.ref, shared) if args.algo.kl.init_coef > 0 else None
+    critic = None
+    if args.critic.model_name_or_path:
+        critic_shared = shared if everything else None
+        if args.train.colocate_critic_reward:
+            critic_shared = _gpus(args.critic.num_nodes * args.critic.num_gpus_per_node)
+        critic = group(ray.remote(num_gpus=1)(CriticActor), args.critic, critic_shared)
+    return Models(actor, reference, critic, shared if everything else None)
+
+
+def create_engines(args, ext: ExtConfig, shared: PlacementGroup | None) -> list:
+    """Start the vLLM engines. Returns at once; the engines load in the background."""
+    # create_vllm_engines looks its actor class up by this name.
+    vllm_engine.RolloutRayActor = ray.remote(EngineActor)
+    wants_log_probs = ext.rollout.log_probs or args.algo.advantage.is_correction_level != "off"
+    return vllm_engine.create_vllm_engines(
+        args.vllm.num_engines,
+        args.vllm.tensor_parallel_size,
+        args.actor.model_name_or_path,
+        args.train.seed,
+        args.train.full_determinism_enable,
+        args.vllm.enable_prefix_caching,
+        args.vllm.enforce_eager,
+        args.data.max_len,
+        shared,
+        args.vllm.gpu_memory_utilization,
+        args.vllm.enable_sleep,
+        "processed_logprobs" if wants_log_probs else None,
+        agent_func_path=args.train.agent_func_path,
+        remote_rm_url=args.reward.remote_url,
+        max_images_per_prompt=args.data.max_images_per_prompt,
+    )

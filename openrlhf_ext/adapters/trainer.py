@@ -1,0 +1,401 @@
+"""The controller: one loop from prompts to updated weights.
+
+It runs in the driver process, not in a Ray actor of its own as upstream's: one process fewer to start, and the
+progress bar, signals and exit code are the driver's. Model placement, forward passes, advantages, loss and checkpoint
+format are OpenRLHF's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import ray
+from openrlhf.trainer.ppo_trainer import BasePPOTrainer
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.utils import get_tokenizer
+from tqdm import tqdm
+
+from openrlhf_ext.adapters.data import load_prompts
+from openrlhf_ext.adapters.experience_maker import ExperienceMaker, plan_training, rank_windows
+from openrlhf_ext.adapters.generation import EnginePool, GroupGenerator, unify_info
+from openrlhf_ext.batching import Plan
+from openrlhf_ext.evaluation import evaluate_groups
+from openrlhf_ext.groups import DEFAULT_TOLERANCE, group_metrics
+from openrlhf_ext.ledger import RolloutLedger
+from openrlhf_ext.prompts import PromptOrder
+from openrlhf_ext.run_dir import RunDirectory
+from openrlhf_ext.sampling import GroupSampler, SampledStep
+from openrlhf_ext.settings import Settings, dump_settings
+from openrlhf_ext.trackers import open_trackers
+from openrlhf_ext.types import RolloutGroup, RolloutRequest
+
+logger = logging.getLogger(__name__)
+
+# A run that trains nothing for this many steps in a row will not recover by itself.
+_MAX_IDLE_STEPS = 20
+
+
+class Trainer(BasePPOTrainer):
+    """Trains for ``--ext.max_steps`` train steps; one step is one batch of groups and one weight sync."""
+
+    def __init__(self, settings: Settings, strategy, actor_group, critic_group, reference_group, engines) -> None:
+        args, ext = strategy.args, settings.ext
+        tokenizer = get_tokenizer(
+            args.actor.model_name_or_path, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer
+        )
+        super().__init__(strategy, actor_group, critic_group, None, reference_group, engines, tokenizer)
+        self.settings, self.ext = settings, ext
+        self.num_ranks = actor_group.num_ranks
+        self.experience_maker = ExperienceMaker(
+            actor_group,
+            critic_group,
+            None,  # rewards are verified at generation
+            reference_group,
+            self.kl_ctl,
+            strategy,
+            tokenizer,
+            groups=ext.groups,
+            num_ranks=self.num_ranks,
+        )
+        self.prompts, self.eval_prompts = load_prompts(strategy, tokenizer, ext.data)
+        self.max_steps = ext.max_steps or max(
+            1, len(self.prompts) * args.train.num_episodes // args.rollout.batch_size
+        )
+        if self.best_eval_metric_key == "":
+            self.best_eval_metric_key = "eval/accuracy"
+
+        self.ledger = RolloutLedger()
+        self.order = PromptOrder(len(self.prompts), args.train.seed)
+        self.rng = np.random.default_rng(args.train.seed)
+        pool = EnginePool(engines, sleeps=args.vllm.enable_sleep)
+        self.pool = pool
+        self.generator = GroupGenerator(
+            pool, args, ext, temperature=args.rollout.temperature, on_progress=self._show_generation
+        )
+        self.eval_generator = GroupGenerator(
+            pool, args, ext, temperature=args.eval.temperature, on_progress=self._show_generation
+        )
+        self.sampler = GroupSampler(
+            self.generator,
+            lambda count: [self.prompts[i] for i in self.order.take(count)],
+            self.ledger,
+            group_size=args.rollout.n_samples_per_prompt,
+            batch_size=args.rollout.batch_size,
+            max_retries=ext.rollout.max_retries,
+            groups=ext.groups,
+            dapo=ext.dapo,
+        )
+        self.run_dir = RunDirectory(ext.run_dir)
+        self.trackers = []
+        self._bar: tqdm | None = None
+        self._evaluations: list[tuple[int, dict]] = []
+        self._num_idle_steps = 0
+        self._started = time.time()
+        self._train_seconds = 0.0
+
+    # -- the loop --
+
+    def fit(self) -> None:
+        """Train to the end. Writes the run directory as it goes."""
+        start = self._restore()
+        self.run_dir.write_config(dump_settings(self.settings))
+        self.trackers = self._open_trackers()
+        self._bar = tqdm(total=self.max_steps, initial=start, unit="step", desc="train", dynamic_ncols=True)
+        try:
+            if start == 0 and self.ext.eval.at_start:
+                self.evaluate(0)
+            for step in range(start + 1, self.max_steps + 1):
+                self._step(step)
+                if self._is_due(step, self.args.eval.steps) or step == self.max_steps:
+                    metrics = self.evaluate(step)
+                    self.save_best_checkpoint(metrics, step, self._client_states(step))
+                self.save_logs_and_checkpoints(step, {}, self._client_states(step))
+            self._write_summary()
+        finally:
+            self._bar.close()
+            for tracker in self.trackers:
+                tracker.close()
+
+    @staticmethod
+    def _is_due(step: int, every: float) -> bool:
+        return every not in (-1, math.inf) and step % every == 0
+
+    def _step(self, step: int) -> None:
+        clock = _Clock()
+        sampled = self.sampler.sample_step()
+        clock.lap("generation")
+        metrics = self._train(sampled, step, clock) if sampled.kept else self._skip(sampled)
+        metrics |= self._describe(sampled)
+        # Closed before anything is written, so that every line on disk balances.
+        metrics |= self.ledger.close_step()
+        metrics |= clock.metrics()
+        self._train_seconds += metrics["timing/step_total"]
+        self._log("train", step, metrics)
+        self.run_dir.write_json("ledger.json", self.ledger.as_dict())
+        self._show(step, metrics)
+
+    def _train(self, sampled: SampledStep, step: int, clock: _Clock) -> dict:
+        """Forward passes, advantages, optimizer steps and weight sync for the kept groups."""
+        self._num_idle_steps = 0
+        # Copies of the containers: upstream overwrites fields of what it is given.
+        samples = [replace(r.payload, info=dict(r.payload.info)) for group in sampled.kept for r in group.rollouts]
+        unify_info(samples)
+        rows = self.experience_maker.make_rows(samples)
+        self._log_samples(step, sampled.kept, rows)
+        clock.lap("make_experience")
+        plan = plan_training(rows, self.args, num_ranks=self.num_ranks, rng=self.rng)
+        self._hand_out(plan, rows)
+        status = self.ppo_train(step)
+        self.ledger.assign("trained_fresh", len(rows))
+        clock.lap("ppo_train")
+        self.broadcast_to_vllm()
+        clock.lap("broadcast")
+        self.generator.policy_version = step
+        if math.isfinite(status.get("kl", 0.0)):
+            self.kl_ctl.update(status.get("kl", 0.0), len(rows))
+        metrics = {f"train/{key}": value for key, value in status.items()}
+        return metrics | {"train/num_rows": len(rows), "train/num_optimizer_steps": len(plan[0])} | _row_metrics(rows)
+
+    def _hand_out(self, plan: Plan, rows: list[Experience]) -> None:
+        """Give every rank its windows; ranks of one ring or tensor-parallel group get the same."""
+        refs = []
+        groups = [self.actor_model_group] + ([self.critic_model_group] if self.critic_model_group else [])
+        for rank in range(self.num_ranks):
+            windows = ray.put(rank_windows(plan, rank, rows))
+            refs += [actor.set_windows.remote(windows) for group in groups for actor in group.actors_of_rank(rank)]
+        ray.get(refs)
+
+    def broadcast_to_vllm(self) -> None:
+        """Upstream's sync, then a prefix-cache reset: no later request may read keys of the old weights."""
+        super().broadcast_to_vllm()
+        if self.args.vllm.enable_prefix_caching:
+            self.pool.all("reset_prefix_cache")
+
+    def _skip(self, sampled: SampledStep) -> dict:
+        """A step without any group to train. Raises RuntimeError when that happens too often in a row."""
+        self._num_idle_steps += 1
+        if self._num_idle_steps >= _MAX_IDLE_STEPS:
+            raise RuntimeError(
+                f"no group to train in {_MAX_IDLE_STEPS} steps in a row: of {sampled.num_prompts} prompts in the last "
+                f"one, {sampled.num_failed_groups} requests failed and {len(sampled.generated)} groups had no "
+                "spread; see samples.jsonl and the messages above, and use easier or harder prompts "
+                "(or --ext.groups.ineffective keep)"
+            )
+        logger.warning("nothing to train in this step (%d prompts)", sampled.num_prompts)
+        return {"train/num_rows": 0, "train/num_optimizer_steps": 0}
+
+    # -- evaluation --
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy by the verifier on the evaluation set. Not part of the rollout budget."""
+        if not self.eval_prompts:
+            return {}
+        started = time.time()
+        n = self.args.eval.n_samples_per_prompt
+        requests = [RolloutRequest(f"e{i:08d}", p, n) for i, p in enumerate(self.eval_prompts)]
+        results = self.eval_generator.generate(requests)
+        groups = [result for result in results if isinstance(result, RolloutGroup)]
+        failed = [result for result in results if not isinstance(result, RolloutGroup)]
+        if failed:
+            logger.warning("evaluation without %d of %d prompts: %s", len(failed), len(results), failed[0].detail)
+        metrics = evaluate_groups(groups, pass_at=self.ext.eval.pass_at, correct_at=self.ext.eval.correct_at)
+        budget = self.ledger.as_dict()
+        metrics |= {
+            "eval/num_failed_prompts": len(failed),
+            "budget/rollouts_generated": budget["generated"],
+            "budget/tokens_generated": budget["tokens"],
+            "timing/eval": time.time() - started,
+        }
+        self._evaluations.append((step, metrics))
+        self._log("eval", step, metrics)
+        return metrics
+
+    # -- what is written --
+
+    def _describe(self, sampled: SampledStep) -> dict:
+        tolerance = self.ext.groups.tolerance if self.ext.groups else DEFAULT_TOLERANCE
+        timeouts, self.generator.num_reward_timeouts = self.generator.num_reward_timeouts, 0
+        return {
+            **group_metrics(sampled.generated, tolerance=tolerance, suffix="generated"),
+            **group_metrics(sampled.kept, tolerance=tolerance, suffix="trained"),
+            "step/num_prompts": sampled.num_prompts,
+            "step/num_rounds": sampled.num_rounds,
+            "step/num_retries": sampled.num_retries,
+            "step/num_failed_groups": sampled.num_failed_groups,
+            "step/num_reward_timeouts": timeouts,
+            "prompts/epoch": self.order.epoch,
+        }
+
+    def _log(self, kind: str, step: int, metrics: dict) -> None:
+        metrics = {"wall_s": time.time() - self._started, "train_wall_s": self._train_seconds, **metrics}
+        self.run_dir.log(kind, step, metrics)
+        for tracker in self.trackers:
+            tracker.log(step, {key: value for key, value in metrics.items() if value is not None})
+
+    def _log_samples(self, step: int, groups: list[RolloutGroup], rows: list[Experience]) -> None:
+        """The first rollouts of the step's groups in turn, as text."""
+        size = len(groups[0].rollouts)
+        picks = [(g, i) for i in range(size) for g in range(len(groups))][: self.ext.log.samples_per_step]
+        lines = []
+        for g, i in picks:
+            group, row, rollout = groups[g], rows[g * size + i], groups[g].rollouts[i]
+            tokens = row.sequences[1:][row.action_mask.bool()]
+            lines.append(
+                {
+                    "step": step,
+                    "prompt_id": group.prompt.prompt_id,
+                    "group_id": group.group_id,
+                    "prompt": group.prompt.text,
+                    "response": self.tokenizer.decode(tokens, skip_special_tokens=True),
+                    "reward": rollout.reward,
+                    "accuracy": rollout.accuracy,
+                    "advantage": float(row.advantages[row.action_mask.bool()][0]),
+                    "policy_version": group.policy_version,
+                }
+            )
+        self.run_dir.log_samples(lines)
+
+    def _show(self, step: int, metrics: dict) -> None:
+        shown = {"rollouts": metrics["budget/rollouts_generated"]}
+        if "groups/reward_mean_generated" in metrics:
+            shown["reward"] = f"{metrics['groups/reward_mean_generated']:.3f}"
+            shown["effective"] = f"{metrics['groups/effective_frac_generated']:.2f}"
+        if self._evaluations:
+            shown["eval"] = f"{self._evaluations[-1][1].get('eval/accuracy', math.nan):.3f}"
+        self._bar.set_description("train", refresh=False)
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(1)
+
+    def _show_generation(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.set_description(f"generate {done}/{total}", refresh=False)
+            self._bar.update(0)  # redraws at most ten times a second
+
+    def _open_trackers(self) -> list:
+        flat = self.settings.flat
+        return open_trackers(
+            run_dir=self.run_dir.path,
+            tensorboard_dir=flat["logger.tensorboard_dir"],
+            wandb_mode=self.ext.log.wandb,
+            wandb_key=flat["logger.wandb.key"],
+            wandb_names={
+                "project": flat["logger.wandb.project"],
+                "entity": flat["logger.wandb.org"],
+                "group": flat["logger.wandb.group"],
+                "name": Path(self.ext.run_dir).name,
+            },
+            config={"config": dump_settings(self.settings)},
+        )
+
+    def _write_summary(self) -> None:
+        budget = self.ledger.as_dict()
+        summary = {
+            "method": _method(self.settings),
+            "steps": self.max_steps,
+            "seed": self.args.train.seed,
+            "rollouts_generated": budget["generated"],
+            "tokens_generated": budget["tokens"],
+            "wall_s": time.time() - self._started,
+            "train_wall_s": self._train_seconds,
+        }
+        for when, index in (("before", 0), ("after", -1)):
+            if self._evaluations and (when == "after" or self._evaluations[0][0] == 0):
+                metrics = self._evaluations[index][1]
+                summary[f"accuracy_{when}"] = metrics.get("eval/accuracy")
+                summary[f"accuracy_se_{when}"] = metrics.get("eval/accuracy_se")
+                summary["eval_samples"] = metrics.get("eval/num_samples")
+        self.run_dir.write_json("summary.json", summary)
+
+    # -- checkpoints --
+
+    def _client_states(self, step: int) -> dict:
+        """What upstream stores beside the model. ``ext`` is small and plain; buffers will not go here."""
+        return {
+            "episode": self.order.epoch,
+            "global_step": step,
+            "total_consumed_prompts": step * self.args.rollout.batch_size,
+            "data_loader_state_dict": {},
+            "ext": json.dumps(
+                {
+                    "order": self.order.state_dict(),
+                    "ledger": self.ledger.state_dict(),
+                    "num_requests": self.sampler.num_requests,
+                    "rng": self.rng.bit_generator.state,
+                    "train_seconds": self._train_seconds,
+                }
+            ),
+        }
+
+    def _restore(self) -> int:
+        """The step to continue after; 0 for a fresh run."""
+        if not self.args.ckpt.load_enable:
+            return 0
+        states = self.init_checkpoint_states()
+        if not states.get("global_step"):
+            logger.warning("no resumable checkpoint under --ckpt.path %s: starting at step 0", self.args.ckpt.path)
+            return 0
+        if "ext" not in states:
+            raise ValueError(
+                f"the checkpoint under --ckpt.path {self.args.ckpt.path} was not written by openrlhf_ext: it has no "
+                "prompt order or ledger; start from its weights with --actor.model_name_or_path instead"
+            )
+        self.restore_best_checkpoint_state(states)
+        state = json.loads(states["ext"])
+        self.order.load_state_dict(state["order"])
+        self.ledger.load_state_dict(state["ledger"])
+        self.sampler.num_requests = state["num_requests"]
+        self.rng.bit_generator.state = state["rng"]
+        self._train_seconds = state["train_seconds"]
+        step = states["global_step"]
+        self.generator.policy_version = step
+        self.run_dir.forget_after(step)
+        self.broadcast_to_vllm()
+        return step
+
+
+class _Clock:
+    """Wall-clock seconds of the phases of one step."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._laps[f"timing/{phase}"] = now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        """The phases, the rest, and ``timing/step_total``; evaluation and checkpoints are not in it."""
+        total = time.perf_counter() - self._start
+        return {**self._laps, "timing/other": total - sum(self._laps.values()), "timing/step_total": total}
+
+
+def _row_metrics(rows: list[Experience]) -> dict[str, float]:
+    """Lengths, truncation, and how far the engine's log-probabilities are from the trainer's."""
+    metrics = {
+        "rollout/response_length_mean": float(np.mean([row.action_mask.sum().item() for row in rows])),
+        "rollout/truncated_frac": float(np.mean([row.truncated.item() for row in rows])),
+    }
+    if rows[0].rollout_log_probs is not None:
+        tokens = sum(float(row.action_mask.sum()) for row in rows)
+        gap = sum(float(((r.action_log_probs - r.rollout_log_probs).abs() * r.action_mask).sum()) for r in rows)
+        metrics["rollout/engine_log_prob_abs_diff_mean"] = gap / tokens
+    return metrics
+
+
+def _method(settings: Settings) -> str:
+    if settings.ext.dapo is not None:
+        return "dapo"
+    if settings.ext.groups is not None and settings.ext.groups.ineffective == "drop":
+        return "grpo_filter"
+    estimator = settings.upstream.algo.advantage.estimator
+    return {"group_norm": "grpo", "gae": "ppo"}.get(estimator, estimator)
+
+

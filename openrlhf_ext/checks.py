@@ -1,0 +1,211 @@
+"""Checks of the settings as a whole, run before anything starts: what is missing, contradicts itself or is not there.
+
+Each problem is one ValueError that names the flags, their values and the way out. What OpenRLHF itself refuses is
+left to its own checks, except where its message would be a traceback.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from openrlhf_ext.config import ExtConfig
+from openrlhf_ext.settings import Settings, looks_local
+
+GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+"""Advantage estimators whose baseline needs at least two rollouts of a prompt."""
+
+
+def check(settings: Settings) -> None:
+    """Raises ValueError for the first problem found."""
+    args, ext = settings.upstream, settings.ext
+    _check_required(args)
+    _check_supported(args)
+    _check_positive(settings)
+    _check_batches(args)
+    _check_groups(args, ext)
+    _check_lengths(args)
+    _check_template(args)
+    _check_evaluation(args, ext)
+    _check_files(args)
+    _check_run_dir(args, ext)
+
+
+def _check_required(args: SimpleNamespace) -> None:
+    if not args.actor.model_name_or_path:
+        raise ValueError("--actor.model_name_or_path is missing; give the folder or hub name of the model to train")
+    if not args.data.prompt_dataset:
+        raise ValueError("--data.prompt_dataset is missing; give a .jsonl file of prompts or the name of a data set")
+    if not args.vllm.num_engines or args.vllm.num_engines < 0:
+        raise ValueError(
+            f"--vllm.num_engines must be at least 1, got {args.vllm.num_engines}; rollouts come from vLLM engines"
+        )
+    if not (args.reward.remote_url or args.reward.model_name_or_path or args.train.agent_func_path):
+        raise ValueError(
+            "nothing gives rewards; set --reward.remote_url to a .py file with reward_func "
+            "(or --train.agent_func_path, or --reward.model_name_or_path)"
+        )
+
+
+def _check_supported(args: SimpleNamespace) -> None:
+    if args.train.async_enable:
+        raise ValueError(
+            "--train.async_enable is not supported: the extensions need the synchronous trainer; remove the flag"
+        )
+    if args.use_ms:
+        raise ValueError("--use_ms is not supported; download the model and give its folder")
+
+
+def _check_positive(settings: Settings) -> None:
+    for key in (
+        "rollout.batch_size",
+        "rollout.n_samples_per_prompt",
+        "rollout.micro_batch_size",
+        "train.batch_size",
+        "train.micro_batch_size",
+        "train.num_episodes",
+        "train.max_epochs",
+        "actor.num_nodes",
+        "actor.num_gpus_per_node",
+        "ds.ring_attn_size",
+        "ds.tensor_parallel_size",
+        "eval.n_samples_per_prompt",
+    ):
+        value = settings.flat[key]
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"--{key} must be at least 1, got {value}")
+
+
+def _check_batches(args: SimpleNamespace) -> None:
+    """A train step must consist of whole optimizer steps, and those of whole micro-batches on every rank."""
+    world_size = args.actor.num_nodes * args.actor.num_gpus_per_node
+    ranks_per_copy = args.ds.ring_attn_size * args.ds.tensor_parallel_size
+    if world_size % ranks_per_copy:
+        raise ValueError(
+            f"--actor.num_nodes x --actor.num_gpus_per_node = {world_size} is not a multiple of --ds.ring_attn_size x "
+            f"--ds.tensor_parallel_size = {ranks_per_copy}; change one of them"
+        )
+    rollouts = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    if rollouts % args.train.batch_size:
+        raise ValueError(
+            f"--rollout.batch_size {args.rollout.batch_size} x --rollout.n_samples_per_prompt "
+            f"{args.rollout.n_samples_per_prompt} = {rollouts} rollouts is not a multiple of --train.batch_size "
+            f"{args.train.batch_size}; --train.batch_size {_divisor(rollouts, args.train.batch_size)} would fit"
+        )
+    micro = args.train.micro_batch_size * (world_size // ranks_per_copy)
+    if args.train.batch_size % micro:
+        raise ValueError(
+            f"--train.batch_size {args.train.batch_size} is not a multiple of --train.micro_batch_size "
+            f"{args.train.micro_batch_size} x {world_size // ranks_per_copy} data-parallel ranks = {micro}; change "
+            "--train.micro_batch_size or --train.batch_size"
+        )
+
+
+def _divisor(total: int, near: int) -> int:
+    """The divisor of `total` closest to `near`, the larger of two."""
+    divisors = [number for number in range(1, total + 1) if total % number == 0]
+    return min(divisors, key=lambda number: (abs(number - near), -number))
+
+
+def _check_groups(args: SimpleNamespace, ext: ExtConfig) -> None:
+    if args.algo.dynamic_filtering_enable:
+        for flag, on in (
+            ("--ext.dapo", ext.dapo is not None),
+            ("--ext.groups.ineffective drop", ext.groups is not None and ext.groups.ineffective == "drop"),
+        ):
+            if on:
+                raise ValueError(
+                    f"{flag} and --algo.dynamic_filtering_enable both filter groups; remove "
+                    "--algo.dynamic_filtering_enable"
+                )
+    if args.rollout.n_samples_per_prompt > 1:
+        return
+    for flag, on in (
+        (f"--algo.advantage.estimator {args.algo.advantage.estimator}", _has_group_baseline(args)),
+        ("--ext.dapo", ext.dapo is not None),
+        ("--ext.groups", ext.groups is not None),
+    ):
+        if on:
+            raise ValueError(
+                f"--rollout.n_samples_per_prompt must be at least 2 with {flag}, got 1: one rollout never varies; "
+                "8 is usual"
+            )
+
+
+def _has_group_baseline(args: SimpleNamespace) -> bool:
+    return args.algo.advantage.estimator in GROUP_ESTIMATORS
+
+
+def _check_lengths(args: SimpleNamespace) -> None:
+    if args.rollout.max_new_tokens is not None and not 1 <= args.rollout.max_new_tokens < args.data.max_len:
+        raise ValueError(
+            f"--rollout.max_new_tokens must be in [1, {args.data.max_len - 1}] so that there is room for a prompt "
+            f"(--data.max_len is {args.data.max_len}), got {args.rollout.max_new_tokens}"
+        )
+
+
+def _check_template(args: SimpleNamespace) -> None:
+    """OpenRLHF builds a prompt by ``template.format(input)``, so every brace but the one ``{}`` has to be doubled."""
+    template = args.data.input_template
+    if template is None:
+        return
+    flag = f"--data.input_template {template!r}"
+    if args.data.apply_chat_template:
+        raise ValueError(f"{flag} would be ignored with --data.apply_chat_template; remove one of the two")
+    if "{}" not in template:
+        raise ValueError(f"{flag} has no {{}}, where the prompt goes; add it")
+    try:
+        template.format("")
+    except (IndexError, KeyError, ValueError, AttributeError):
+        raise ValueError(
+            f"{flag} has braces besides the one {{}} where the prompt goes; double the other braces, as in "
+            r"\boxed{{}}"
+        ) from None
+
+
+def _check_evaluation(args: SimpleNamespace, ext: ExtConfig) -> None:
+    if not args.eval.dataset:
+        return
+    if not (args.reward.remote_url or args.train.agent_func_path):
+        raise ValueError(
+            "--eval.dataset needs a verifier; set --reward.remote_url to a .py file with reward_func, or "
+            "--train.agent_func_path"
+        )
+    samples, largest = args.eval.n_samples_per_prompt, max(ext.eval.pass_at)
+    if samples < largest:
+        kept = " ".join(str(k) for k in ext.eval.pass_at if k <= samples) or "1"
+        raise ValueError(
+            f"pass@{largest} needs at least {largest} samples, but --eval.n_samples_per_prompt is {samples}; set "
+            f"--eval.n_samples_per_prompt {largest} or --ext.eval.pass_at {kept}"
+        )
+
+
+def _check_files(args: SimpleNamespace) -> None:
+    places = {
+        "reward.remote_url": (args.reward.remote_url, "file"),
+        "train.agent_func_path": (args.train.agent_func_path, "file"),
+        "data.prompt_dataset": (args.data.prompt_dataset, "file or folder"),
+        "eval.dataset": (args.eval.dataset, "file or folder"),
+        "actor.model_name_or_path": (args.actor.model_name_or_path, "folder"),
+        "critic.model_name_or_path": (args.critic.model_name_or_path, "folder"),
+        "reward.model_name_or_path": (args.reward.model_name_or_path, "folder"),
+    }
+    for key, (names, kind) in places.items():
+        for name in (names or "").split(","):
+            path = Path(name.partition("@")[0])
+            found = (path.is_file() and "file" in kind) or (path.is_dir() and "folder" in kind)
+            if looks_local(name) and not found:
+                raise ValueError(
+                    f"--{key}: there is no {kind} {path}; check the path (a relative one starts at the current folder)"
+                )
+
+
+def _check_run_dir(args: SimpleNamespace, ext: ExtConfig) -> None:
+    run_dir = Path(ext.run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"--ext.run_dir {run_dir} is a file; name a directory")
+    if (run_dir / "metrics.jsonl").exists() and not args.ckpt.load_enable:
+        raise ValueError(
+            f"--ext.run_dir {run_dir} already holds a run, which would be overwritten; give another directory, or "
+            "--ckpt.load_enable to continue that run"
+        )

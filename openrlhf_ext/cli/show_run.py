@@ -1,0 +1,115 @@
+"""``python -m openrlhf_ext.cli.show_run RUN_DIR``: what a finished run learned and what it spent, as a table.
+
+Reads ``summary.json`` and ``ledger.json`` of the run folder and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypedDict, TypeVar, cast
+
+
+class Summary(TypedDict):
+    """``summary.json``. Accuracies are shares in [0, 1] with their standard errors; None where none was measured."""
+
+    method: str
+    steps: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    accuracy_se_before: float | None
+    accuracy_se_after: float | None
+    eval_samples: int
+    rollouts_generated: int
+    tokens_generated: int
+    wall_s: float
+    train_wall_s: float
+
+
+class Ledger(TypedDict):
+    """``ledger.json``: rollouts generated for training, and how many went where."""
+
+    generated: int
+    fates: dict[str, int]
+
+
+T = TypeVar("T", Summary, Ledger)
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """The JSON object in ``path``. Raises ValueError where the file or one of ``kind``'s entries is missing."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: the run did not finish, or this is not the folder of a run") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    missing = sorted(kind.__required_keys__ - content.keys())
+    if missing:
+        raise ValueError(f"{path}: missing {', '.join(missing)}; was it written by another version?")
+    return cast(T, content)
+
+
+def learned_lines(summary: Summary) -> list[str]:
+    """Accuracy before and after, each with its standard error; a dash where none was measured."""
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    lines = [
+        f"accuracy before           {_with_error(before, summary['accuracy_se_before'])}",
+        f"accuracy after            {_with_error(after, summary['accuracy_se_after'])}",
+    ]
+    if before is not None and after is not None:
+        lines.append(f"change                    {after - before:+.3f}")
+    return lines
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if error is None else f"{value:.3f} +- {error:.3f}"
+
+
+def spent_lines(summary: Summary, ledger: Ledger) -> list[str]:
+    """Steps, seconds, tokens and rollouts, then the share of the rollouts that went to each place."""
+    generated = ledger["generated"]
+    seconds = f"{summary['wall_s']:.0f}, of which training {summary['train_wall_s']:.0f}"
+    return [
+        f"train steps               {summary['steps']}",
+        f"seconds                   {seconds}",
+        f"tokens generated          {summary['tokens_generated']:,}",
+        f"rollouts generated        {generated:,}",
+        *(f"  {fate:<24}{count:,} ({count / generated:.1%})" for fate, count in ledger["fates"].items() if count),
+    ]
+
+
+def render(run_dir: Path) -> str:
+    """The table of one run folder."""
+    summary = read_json(run_dir / "summary.json", Summary)
+    ledger = read_json(run_dir / "ledger.json", Ledger)
+    parts = [
+        [f"{summary['method']}, evaluated on {summary['eval_samples']:,} samples"],
+        learned_lines(summary),
+        spent_lines(summary, ledger),
+        [f"in {run_dir}:", *(f"  {path.name}" for path in sorted(run_dir.iterdir()))],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="show_run", description="What a finished run learned and what it spent.")
+    parser.add_argument("run_dir", type=Path, help="the folder that was given as --ext.run_dir")
+    args = parser.parse_args(argv)
+    try:
+        print(render(args.run_dir))
+    except ValueError as error:
+        print(f"show_run: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

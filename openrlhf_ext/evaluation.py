@@ -1,0 +1,64 @@
+"""Evaluation metrics: accuracy from the verifier's score and unbiased pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from openrlhf_ext.types import P, RolloutGroup
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that at least one of ``k`` samples drawn without replacement is correct.
+
+    Unbiased estimator of Chen et al. 2021 (arXiv 2107.03374): ``1 - C(n-c, k) / C(n, k)``. Raises ValueError when
+    ``k > num_samples``.
+    """
+    if k > num_samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples per prompt, got {num_samples}")
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def evaluate_groups(
+    groups: Sequence[RolloutGroup[P]], *, pass_at: Sequence[int], correct_at: float
+) -> dict[str, float]:
+    """Accuracy, its standard error, pass@k and response lengths; overall and by data source.
+
+    A rollout is correct when its accuracy is at least ``correct_at``. The standard error is over prompts (samples of
+    one prompt are not independent).
+    """
+    if not groups:
+        return {"eval/num_prompts": 0}
+    metrics: dict[str, float] = {"eval/num_prompts": len(groups)}
+    metrics |= _accuracy(groups, pass_at, correct_at, "eval")
+    sources = sorted({group.prompt.datasource for group in groups})
+    if len(sources) > 1:
+        for source in sources:
+            subset = [group for group in groups if group.prompt.datasource == source]
+            metrics |= _accuracy(subset, pass_at, correct_at, f"eval/{source}")
+    return metrics
+
+
+def _accuracy(
+    groups: Sequence[RolloutGroup[P]], pass_at: Sequence[int], correct_at: float, prefix: str
+) -> dict[str, float]:
+    correct = [[a >= correct_at for a in group.accuracies()] for group in groups]
+    means = [float(np.mean(row)) for row in correct]
+    lengths = [(r.num_tokens, r.accuracy >= correct_at) for group in groups for r in group.rollouts]
+    right = [n for n, ok in lengths if ok]
+    wrong = [n for n, ok in lengths if not ok]
+    metrics = {
+        f"{prefix}/accuracy": float(np.mean(means)),
+        f"{prefix}/accuracy_se": float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else 0.0,
+        f"{prefix}/num_samples": len(lengths),
+        f"{prefix}/response_length_mean": float(np.mean([n for n, _ in lengths])),
+    }
+    if right:
+        metrics[f"{prefix}/response_length_correct_mean"] = float(np.mean(right))
+    if wrong:
+        metrics[f"{prefix}/response_length_wrong_mean"] = float(np.mean(wrong))
+    for k in pass_at:
+        metrics[f"{prefix}/pass@{k}"] = float(np.mean([pass_at_k(len(row), sum(row), k) for row in correct]))
+    return metrics

@@ -1,0 +1,100 @@
+"""The run directory: everything a run leaves behind, readable while it runs.
+
+================  ==================================================================================
+config.yaml       the resolved configuration, loadable as ``--config``; secrets masked
+metrics.jsonl     one JSON object per train step (``kind: train``) and evaluation (``kind: eval``)
+ledger.json       ``generated`` and ``fates``, whose values sum to it
+samples.jsonl     a few rollouts of every step, as text
+summary.json      the outcome, written at the end
+logs/             a link to Ray's worker logs
+================  ==================================================================================
+
+Figures go to TensorBoard and Weights & Biases as well when those are switched on (``trackers.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+
+class RunDirectory:
+    """Writes the files above. Every line is flushed, whole files are replaced atomically."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def write_config(self, text: str) -> None:
+        self._replace("config.yaml", text)
+
+    def log(self, kind: str, step: int, metrics: Mapping[str, object]) -> None:
+        """Append one line to metrics.jsonl. Numbers that are not finite become null (JSON has none)."""
+        self._append("metrics.jsonl", [{"kind": kind, "step": step, **metrics}])
+
+    def log_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
+        self._append("samples.jsonl", samples)
+
+    def write_json(self, name: str, content: Mapping[str, object]) -> None:
+        self._replace(name, json.dumps(_finite(content), indent=2) + "\n")
+
+    def link_logs(self, target: str) -> None:
+        """Point ``logs`` at a folder of worker logs (of the latest attempt)."""
+        link = self.path / "logs"
+        if link.is_symlink():
+            link.unlink()
+        if not link.exists():
+            link.symlink_to(target)
+
+    def forget_after(self, step: int) -> None:
+        """Drop metric and sample lines of steps after ``step``: a resumed run does those again."""
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            file = self.path / name
+            if file.exists():
+                lines = [line for line in file.read_text("utf-8").splitlines() if _step_of(line) <= step]
+                self._replace(name, "".join(line + "\n" for line in lines))
+
+    def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
+        with open(self.path / name, "a", encoding="utf-8") as file:
+            for row in rows:
+                # Lone surrogates, which models do emit, are escaped by ensure_ascii and stay readable as JSON.
+                file.write(json.dumps(_finite(row)) + "\n")
+
+    def _replace(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.path / name)
+
+
+def read_metrics(run_dir: str | Path, kind: str | None = None) -> list[dict]:
+    """The lines of a run's metrics.jsonl, of one kind or all. A last line cut off by a kill is left out."""
+    rows = []
+    file = Path(run_dir) / "metrics.jsonl"
+    for line in file.read_text("utf-8").splitlines() if file.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if kind is None or row["kind"] == kind:
+            rows.append(row)
+    return rows
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):
+        return math.inf  # a line cut off by a kill
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

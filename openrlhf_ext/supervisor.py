@@ -1,0 +1,136 @@
+"""Leaves no process behind: runs a function in a child and, when it ends for any reason, ends all its descendants.
+
+Ray daemons and vLLM engine processes detach from their parents, so killing the driver alone leaves them running. The
+supervisor makes itself their subreaper (Linux): an orphaned descendant becomes its child instead of init's, so it can
+find and end exactly the processes that this run started, and no others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+# A driver that was asked to stop gets this long before it is killed; its descendants then get the shorter time.
+STOP_GRACE_S = 30.0
+_ORPHAN_GRACE_S = 3.0
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def supervise(target: Callable[[], int]) -> int:
+    """Run ``target`` in a forked child; return its exit code (128 + n when signal n ended it).
+
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the child only; the child raises ``SystemExit`` for SIGTERM
+    and SIGHUP, so that ``finally`` blocks run. Must be called from the main thread, before threads are started.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    supervisor = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _run_child(target, supervisor)
+    asked_at: list[float] = []
+
+    def forward(number: int, _frame: object) -> None:
+        if number != signal.SIGUSR1:
+            asked_at.append(time.monotonic())
+        _kill(child, number)
+
+    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        status = _wait(child, asked_at)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        _end_descendants()
+    return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _run_child(target: Callable[[], int], supervisor: int) -> None:
+    """Never returns. Its own process group: Ctrl-C must reach the driver once, not every worker."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != supervisor:
+            os._exit(1)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda n, _frame: sys.exit(128 + n))
+        code = target()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(child: int, asked_at: list[float]) -> int:
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid == child:
+            return status
+        if asked_at and time.monotonic() - asked_at[0] > STOP_GRACE_S:
+            _kill(child, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _end_descendants() -> None:
+    """SIGTERM, then SIGKILL, every process that is or becomes our child, until there is none."""
+    give_up = time.monotonic() + _ORPHAN_GRACE_S
+    asked: set[int] = set()
+    while True:
+        for pid in _children():
+            if time.monotonic() > give_up:
+                _kill(pid, signal.SIGKILL)
+            elif pid not in asked:
+                asked.add(pid)
+                _kill(pid, signal.SIGTERM)
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            time.sleep(0.05)
+
+
+def _children() -> list[int]:
+    """Process ids whose parent is this process, from /proc."""
+    me = os.getpid()
+    children = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat") as file:
+                # The command name is in parentheses and may contain anything, so split after the last one.
+                parent = int(file.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == me:
+            children.append(int(entry))
+    return children
+
+
+def _kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,1 @@
+"""Small tasks with verifiable rewards, for tests, demos and method comparisons."""

@@ -1,0 +1,49 @@
+import pytest
+
+from openrlhf_ext.ledger import FATES, RolloutLedger
+
+
+def test_every_generated_rollout_has_exactly_one_fate_when_a_step_closes():
+    ledger = RolloutLedger()
+    ledger.generated(24, tokens=240)
+    ledger.assign("trained_fresh", 16)
+    ledger.assign("filtered_zero_variance", 8)
+    assert ledger.as_dict()["generated"] == sum(ledger.as_dict()["fates"].values()) == 24
+    assert ledger.close_step()["step/num_trained_fresh"] == 16
+
+
+@pytest.mark.parametrize("assigned", [23, 25])
+def test_a_missing_or_doubly_counted_rollout_stops_the_step(assigned):
+    ledger = RolloutLedger()
+    ledger.generated(24, tokens=1)
+    ledger.assign("trained_fresh", assigned)
+    with pytest.raises(RuntimeError, match=f"24 generated, {assigned} accounted for"):
+        ledger.close_step()
+
+
+def test_step_counts_restart_and_the_budget_accumulates():
+    ledger = RolloutLedger()
+    for rollouts in (8, 4):
+        ledger.generated(rollouts, tokens=10 * rollouts)
+        ledger.assign("surplus", rollouts)
+        metrics = ledger.close_step()
+    assert (metrics["step/rollouts_generated"], metrics["budget/rollouts_generated"]) == (4, 12)
+    assert (metrics["step/tokens_generated"], metrics["budget/tokens_generated"]) == (40, 120)
+
+
+def test_an_unknown_fate_is_refused():
+    with pytest.raises(ValueError, match="unknown fate 'lost'"):
+        RolloutLedger().assign("lost", 1)
+
+
+def test_a_restored_ledger_continues_and_an_unbalanced_one_is_refused():
+    ledger = RolloutLedger()
+    ledger.generated(8, tokens=80)
+    ledger.assign("trained_fresh", 8)
+    again = RolloutLedger()
+    again.load_state_dict(ledger.state_dict())
+    again.generated(8, tokens=80)
+    again.assign("surplus", 8)
+    assert again.close_step()["budget/rollouts_generated"] == 16
+    with pytest.raises(RuntimeError, match="does not balance"):
+        again.load_state_dict({"generated": 9, "tokens": 0, "fates": dict.fromkeys(FATES, 1)})

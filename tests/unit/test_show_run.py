@@ -1,0 +1,83 @@
+"""The table of a finished run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.cli.show_run import main
+
+SUMMARY = {
+    "method": "dapo",
+    "steps": 30,
+    "accuracy_before": 0.25,
+    "accuracy_after": 0.5,
+    "accuracy_se_before": 0.02,
+    "accuracy_se_after": 0.03,
+    "eval_samples": 512,
+    "rollouts_generated": 4000,
+    "tokens_generated": 56789,
+    "wall_s": 120.4,
+    "train_wall_s": 61.0,
+}
+LEDGER = {"generated": 4000, "fates": {"trained_fresh": 3000, "filtered_zero_variance": 1000, "surplus": 0}}
+
+
+def write_run(folder: Path, **changes: object) -> None:
+    (folder / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
+    (folder / "ledger.json").write_text(json.dumps(LEDGER))
+
+
+def rows(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_table_shows_learning_cost_and_where_rollouts_went(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_run(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    assert rows(capsys.readouterr().out) == [
+        "dapo, evaluated on 512 samples",
+        "",
+        "accuracy before 0.250 +- 0.020",
+        "accuracy after 0.500 +- 0.030",
+        "change +0.250",
+        "",
+        "train steps 30",
+        "seconds 120, of which training 61",
+        "tokens generated 56,789",
+        "rollouts generated 4,000",
+        "trained_fresh 3,000 (75.0%)",  # 3000 / 4000
+        "filtered_zero_variance 1,000 (25.0%)",
+        "",
+        f"in {tmp_path}:",
+        "ledger.json",
+        "summary.json",
+    ]
+
+
+def test_run_without_evaluation_shows_dashes_and_no_change(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_run(tmp_path, accuracy_before=None, accuracy_se_before=None)
+    assert main([str(tmp_path)]) == 0
+    shown = rows(capsys.readouterr().out)
+    assert "accuracy before -" in shown
+    assert not [row for row in shown if row.startswith("change")]
+
+
+@pytest.mark.parametrize(
+    ("summary", "message"),
+    [
+        (None, "did not finish"),
+        ("{", "summary.json:1: not JSON"),
+        ("[]", "found list"),
+        ("{}", "missing accuracy_after"),
+    ],
+)
+def test_unusable_run_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, summary: str | None, message: str
+) -> None:
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(summary)
+    assert main([str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
