@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_ext.config import ExtConfig
+from openrlhf_ext.prompts import PromptFile, read_prompts
 from openrlhf_ext.settings import Settings, looks_local
 
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
@@ -29,6 +30,36 @@ def check(settings: Settings) -> None:
     _check_evaluation(args, ext)
     _check_files(args)
     _check_run_dir(args, ext)
+
+
+def read_prompt_files(settings: Settings) -> dict[str, PromptFile]:
+    """Reads and checks the local ``.jsonl`` files of prompts.
+
+    Returns:
+        Flag (``data.prompt_dataset``, ``eval.dataset``) -> rows, for a flag that names one such file. Several under
+        one flag are checked too, but left to OpenRLHF to load and mix, which cannot leave a row out.
+
+    Raises:
+        ValueError: bad rows with file:line; see `read_prompts`.
+    """
+    data = settings.upstream.data
+    found: dict[str, PromptFile] = {}
+    for key in ("data.prompt_dataset", "eval.dataset"):
+        names = str(settings.flat[key] or "").split(",")
+        for name in names:
+            if Path(name).suffix != ".jsonl":
+                continue
+            file = read_prompts(
+                name,
+                data.input_key,
+                data.label_key,
+                settings.ext.data.on_bad_row if len(names) == 1 else "refuse",
+                image_key=data.image_key,
+                apply_chat_template=data.apply_chat_template,
+            )
+            if len(names) == 1:
+                found[key] = file
+    return found
 
 
 def _check_required(args: SimpleNamespace) -> None:

@@ -33,6 +33,8 @@ class PromptRow:
     input: str | list[dict[str, object]]
     label: object
     datasource: str
+    images: object = None
+    """What the image key holds, untouched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ def read_prompts(
     label_key: str | None,
     on_bad_row: Literal["refuse", "skip"],
     *,
+    image_key: str = "images",
     apply_chat_template: bool = False,
 ) -> PromptFile:
     """Reads and checks a local ``.jsonl`` file. Blank lines are no rows.
@@ -86,7 +89,7 @@ def read_prompts(
         if not line.strip():
             continue
         try:
-            row = _read_row(line, number, input_key, label_key, apply_chat_template, occurrences)
+            row = _read_row(line, number, (input_key, label_key, image_key), apply_chat_template, occurrences)
             if row.id in seen:
                 raise _BadRow(f"id {row.id!r} was already used in line {seen[row.id]}")
         except _BadRow as problem:
@@ -118,11 +121,11 @@ def _report(path: str | Path, rows: list[PromptRow], bad: list[BadRow], on_bad_r
 def _read_row(
     line: bytes,
     number: int,
-    input_key: str,
-    label_key: str | None,
+    keys: tuple[str, str | None, str],
     apply_chat_template: bool,
     occurrences: Counter[str],
 ) -> PromptRow:
+    input_key, label_key, image_key = keys
     row = _parse(line)
     prompt = _input(row, input_key, apply_chat_template)
     label: object = ""
@@ -133,7 +136,8 @@ def _read_row(
     datasource = row.get("datasource", "default")
     if not isinstance(datasource, str):
         raise _BadRow(f"'datasource' must be a string, got {datasource!r}")
-    return PromptRow(_identity(row, prompt, label, datasource, occurrences), number, prompt, label, datasource)
+    identity = _identity(row, prompt, label, datasource, occurrences)
+    return PromptRow(identity, number, prompt, label, datasource, row.get(image_key))
 
 
 def _parse(line: bytes) -> Mapping[str, object]:
@@ -163,7 +167,7 @@ def _input(row: Mapping[str, object], key: str, apply_chat_template: bool) -> st
         raise _BadRow(f"{key!r} must be a string, got {'null' if value is None else type(value).__name__}")
     elif not value.strip():
         raise _BadRow(f"{key!r} is empty")
-    elif any("\ud800" <= character <= "\udfff" for character in value):
+    elif value.encode("utf-8", "ignore").decode("utf-8") != value:
         raise _BadRow(f"{key!r} holds half of a surrogate pair, which no tokenizer can read")
     return value
 

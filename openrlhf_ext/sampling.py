@@ -42,7 +42,8 @@ class SampledStep(Generic[P]):
     num_prompts: int = 0
     num_rounds: int = 0
     num_retries: int = 0
-    num_failed_groups: int = 0
+    failed: list[FailedRequest] = field(default_factory=list)
+    """Requests that gave no group even after retries."""
 
 
 class GroupSampler(Generic[P]):
@@ -120,11 +121,12 @@ class GroupSampler(Generic[P]):
                     self._ledger.generated(len(result.rollouts), tokens=_num_tokens(result))
                     done[slot] = result
                     continue
-                self._count_failure(result)
+                self._ledger.generated(result.num_generated, tokens=result.num_tokens)
+                self._ledger.assign(f"failed_{result.reason}", result.num_generated)  # type: ignore[arg-type]
                 if result.retryable and attempt < self._max_retries:
                     retry[slot] = self._request(request.prompt)
                 else:
-                    step.num_failed_groups += 1
+                    step.failed.append(result)
             step.num_retries += len(retry)
             waiting = retry
             if not waiting:
@@ -145,13 +147,6 @@ class GroupSampler(Generic[P]):
                 f"engine answered request {request.group_id} ({request.num_rollouts} rollouts) with group "
                 f"{group.group_id} of {len(group.rollouts)} rollouts"
             )
-
-    def _count_failure(self, failed: FailedRequest) -> None:
-        logger.warning(
-            "no usable group for prompt %s (%s): %s", failed.request.prompt.prompt_id, failed.reason, failed.detail
-        )
-        self._ledger.generated(failed.num_generated, tokens=failed.num_tokens)
-        self._ledger.assign(f"failed_{failed.reason}", failed.num_generated)  # type: ignore[arg-type]
 
     def _filter(self, step: SampledStep[P], metric: str, tolerance: float) -> None:
         """Drop the zero-variance groups of ``step.kept``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Protocol
@@ -47,7 +48,7 @@ class WandB:
         import wandb
 
         id_file = run_dir / "wandb_run_id"
-        run_id = id_file.read_text("utf-8").strip() if id_file.exists() else wandb.util.generate_id()
+        run_id = id_file.read_text("utf-8").strip() if id_file.exists() else secrets.token_hex(4)
         id_file.write_text(run_id + "\n", encoding="utf-8")
         self._run = wandb.init(
             id=run_id,
@@ -69,8 +70,15 @@ class WandB:
         self._run.finish()
 
 
-def open_trackers(*, run_dir: Path, tensorboard_dir: str | None, wandb_mode: str, wandb_key: str | None,
-                  wandb_names: Mapping[str, str | None], config: dict) -> list[Tracker]:
+def open_trackers(
+    *,
+    run_dir: Path,
+    tensorboard_dir: str | None,
+    wandb_mode: str,
+    wandb_key: str | None,
+    wandb_names: Mapping[str, str | None],
+    config: dict,
+) -> list[Tracker]:
     """The trackers that are switched on. Neither can stop a run: one that fails to open is reported and left out."""
     trackers: list[Tracker] = []
     if tensorboard_dir:

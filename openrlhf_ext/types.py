@@ -21,7 +21,7 @@ class Prompt:
 
     prompt_id: str
     text: str
-    label: str
+    label: object
     datasource: str = "default"
     images: object = None
 

@@ -25,7 +25,7 @@ die() {
 
 failed() {
     printf '\n%s\n' "--- last lines of $log" >&2
-    tail -n 20 "$log" >&2
+    tail -n 20 "$log" | cut -c 1-300 >&2
     die "installing $1 failed; the reason is most likely above. Run the same command again: it goes on from there."
 }
 
@@ -152,6 +152,9 @@ install_stack() {
     stack_key >"$stamp"
 }
 
+# pip answers Ctrl-C with an ordinary failure, which would start the next attempt.
+trap 'exit 130' INT
+trap 'exit 143' TERM
 # One install at a time; the lock goes with the process. It is on the folder, so it leaves no file behind.
 exec 9<"$root"
 flock -n 9 || {

@@ -176,7 +176,7 @@ class PolicyTrainer(upstream_actor.ActorPPOTrainer):
             shapes = [tuple(param.shape) for _, param in named]
         if rank_zero:
             refs = [
-                engine.update_weights.remote([name for name, _ in named], shapes, flat.dtype)
+                engine.receive_weights.remote([name for name, _ in named], shapes, flat.dtype)
                 for engine in self.vllm_engines
             ]
             self._weight_group.broadcast(flat)

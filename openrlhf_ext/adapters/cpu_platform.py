@@ -52,6 +52,7 @@ def process_env() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB for each engine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else ray warns of a future change of this default
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": "1800",
     }
@@ -168,7 +169,7 @@ class CpuWorkerExtension:
         self._weight_group = WeightGroup(master_address, master_port, dist.get_rank() + rank_offset, world_size)
         self._weight_group.connect()
 
-    def update_weights(self, names, shapes, dtype):
+    def receive_weights(self, names, shapes, dtype):
         """Receive one flat buffer with the parameters ``names`` in order and load them."""
         import torch
 

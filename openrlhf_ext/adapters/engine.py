@@ -85,6 +85,6 @@ class EngineActor(plain(RolloutRayActor)):
             return responses, "deadline"
         return responses, None
 
-    async def update_weights(self, names, shapes, dtype) -> None:
+    async def receive_weights(self, names, shapes, dtype) -> None:
         """CPU: receive all parameters in one broadcast (see ``cpu_platform.CpuWorkerExtension``)."""
-        await self.llm.collective_rpc("update_weights", args=(names, shapes, dtype))
+        await self.llm.collective_rpc("receive_weights", args=(names, shapes, dtype))

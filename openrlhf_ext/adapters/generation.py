@@ -77,6 +77,7 @@ class GroupGenerator:
         self._ext = ext
         self._on_progress = on_progress
         self._max_length = args.data.max_len
+        self._reward_source = args.train.agent_func_path or args.reward.remote_url[0]
         self._log_probs = ext.rollout.log_probs or args.algo.advantage.is_correction_level != "off"
         self._sampling = {
             "temperature": temperature,
@@ -182,9 +183,8 @@ class GroupGenerator:
         if failure is not None:
             problem = f"reward function failed ({failure[0]}): {failure[1]}"
         else:
-            checked = check_reward(
-                {"rewards": response["reward"], "scores": response["scores"], "extra_logs": extra}
-            )
+            result = {"rewards": response["reward"], "scores": response["scores"], "extra_logs": extra}
+            checked = check_reward(result, self._reward_source)
             if not isinstance(checked, RewardFailure):
                 return checked
             problem = checked.detail

@@ -6,38 +6,47 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from importlib import import_module
 
 from openrlhf_ext.adapters import cpu_platform
 from openrlhf_ext.adapters.upstream import check_version
+from openrlhf_ext.prompts import PromptFile
 from openrlhf_ext.settings import Settings
 from openrlhf_ext.supervisor import supervise
 
 logger = logging.getLogger(__name__)
 
 
-def run(settings: Settings) -> int:
-    """Train; returns the exit code. No process that the run started is left when it returns."""
+def run(settings: Settings, files: Mapping[str, PromptFile]) -> int:
+    """Train on the checked settings and prompt files (by flag); returns the exit code. No process that the run started is left when it returns."""
     check_version()
-    return supervise(lambda: _train(settings))
+    return supervise(lambda: _train(settings, files))
 
 
-def _train(settings: Settings) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+def _train(settings: Settings, files: Mapping[str, PromptFile]) -> int:
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr
+    )
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
-    os.environ.update(cpu_platform.process_env() if cpu_platform.active() else {})
-    cpu_platform.install()
+    os.environ["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")  # of this process only
+    if cpu_platform.active():
+        os.environ.update(cpu_platform.process_env())
+        cpu_platform.install()
 
     # The imports take longer than Ray's start and mostly wait for neither.
     imports = threading.Thread(target=import_module, args=("openrlhf_ext.adapters.trainer",))
     imports.start()
     _start_ray(settings)
     imports.join()
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("openrlhf."):  # upstream sets each of its loggers to DEBUG; the progress bar says it better
+            logging.getLogger(name).setLevel(logging.WARNING)
 
     import ray
 
     try:
-        _run_trainer(settings)
+        _run_trainer(settings, files)
         return 0
     finally:
         ray.shutdown()
@@ -82,7 +91,7 @@ def _num_gpus(args) -> int:
     return models + args.vllm.num_engines * args.vllm.tensor_parallel_size
 
 
-def _run_trainer(settings: Settings) -> None:
+def _run_trainer(settings: Settings, files: Mapping[str, PromptFile]) -> None:
     import ray
 
     from openrlhf_ext.adapters.placement import create_engines, create_models, quiet_strategy
@@ -92,12 +101,11 @@ def _run_trainer(settings: Settings) -> None:
     args = strategy.args
     models = create_models(args)
     engines = create_engines(args, settings.ext, models.shared)
-    trainer = Trainer(settings, strategy, models.actor, models.critic, models.reference, engines)
+    trainer = Trainer(settings, files, strategy, models.actor, models.critic, models.reference, engines)
     node_logs = ray._private.worker._global_node.get_logs_dir_path() if ray._private.worker._global_node else None
     if node_logs:
         trainer.run_dir.link_logs(node_logs)
-    configured = [engine.configure.remote(strategy, settings.ext.reward) for engine in engines]
-    models.load(strategy, engines, trainer.max_steps)
-    ray.get(configured)
+    engines_ready = [engine.configure.remote(strategy, settings.ext.reward) for engine in engines]
+    models.load(strategy, engines, engines_ready, trainer.max_steps)
     trainer.fit()
     models.save()

@@ -58,23 +58,34 @@ class Models:
     shared: PlacementGroup | None
     """GPUs that the engines share with the models (``--train.colocate_all``)."""
 
-    def load(self, strategy, engines: list, max_steps: int) -> None:
-        """Load all weights and plan the learning rate for ``max_steps`` train steps. Blocks."""
+    def load(self, strategy, engines: list, engines_ready: list, max_steps: int) -> None:
+        """Load all weights and plan the learning rate for ``max_steps`` train steps.
+
+        Blocks until the engines are ready too; raises the first error of any process, however long the others would
+        still wait for it.
+        """
         args = strategy.args
         name = args.actor.model_name_or_path
         total = max_steps * strategy.optimizer_steps_per_train_step
         refs = self.actor.async_init_model_from_pretrained(strategy, name, total, engines)
         if self.reference is not None:
             refs += self.reference.async_init_model_from_pretrained(strategy, name)
-        ray.get(refs)
+        _gather(refs + engines_ready)
         if self.critic is not None:
-            ray.get(self.critic.async_init_model_from_pretrained(strategy, args.critic.model_name_or_path, total))
+            _gather(self.critic.async_init_model_from_pretrained(strategy, args.critic.model_name_or_path, total))
 
     def save(self) -> None:
         """Write the trained policy as a Hugging Face folder to ``--ckpt.output_dir``."""
         ray.get(self.actor.async_save_model())
         if self.critic is not None:
             ray.get(self.critic.async_save_model())
+
+
+def _gather(refs: list) -> None:
+    """Wait for all; raise the first error at once. ``ray.get`` would first wait for those before it in the list."""
+    while refs:
+        ready, refs = ray.wait(refs)
+        ray.get(ready)
 
 
 def _gpus(count: int) -> PlacementGroup:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,12 +29,12 @@ from openrlhf_ext.batching import Plan
 from openrlhf_ext.evaluation import evaluate_groups
 from openrlhf_ext.groups import DEFAULT_TOLERANCE, group_metrics
 from openrlhf_ext.ledger import RolloutLedger
-from openrlhf_ext.prompts import PromptOrder
+from openrlhf_ext.prompts import PromptFile, PromptOrder
 from openrlhf_ext.run_dir import RunDirectory
 from openrlhf_ext.sampling import GroupSampler, SampledStep
 from openrlhf_ext.settings import Settings, dump_settings
 from openrlhf_ext.trackers import open_trackers
-from openrlhf_ext.types import RolloutGroup, RolloutRequest
+from openrlhf_ext.types import FailedRequest, RolloutGroup, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,16 @@ _MAX_IDLE_STEPS = 20
 class Trainer(BasePPOTrainer):
     """Trains for ``--ext.max_steps`` train steps; one step is one batch of groups and one weight sync."""
 
-    def __init__(self, settings: Settings, strategy, actor_group, critic_group, reference_group, engines) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        files: Mapping[str, PromptFile],
+        strategy,
+        actor_group,
+        critic_group,
+        reference_group,
+        engines,
+    ) -> None:
         args, ext = strategy.args, settings.ext
         tokenizer = get_tokenizer(
             args.actor.model_name_or_path, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer
@@ -63,7 +73,7 @@ class Trainer(BasePPOTrainer):
             groups=ext.groups,
             num_ranks=self.num_ranks,
         )
-        self.prompts, self.eval_prompts = load_prompts(strategy, tokenizer, ext.data)
+        self.prompts, self.eval_prompts = load_prompts(strategy, tokenizer, ext.data, files)
         self.max_steps = ext.max_steps or max(
             1, len(self.prompts) * args.train.num_episodes // args.rollout.batch_size
         )
@@ -130,6 +140,7 @@ class Trainer(BasePPOTrainer):
         clock = _Clock()
         sampled = self.sampler.sample_step()
         clock.lap("generation")
+        _report_failures(sampled.failed, sampled.num_prompts, f"step {step}")
         metrics = self._train(sampled, step, clock) if sampled.kept else self._skip(sampled)
         metrics |= self._describe(sampled)
         # Closed before anything is written, so that every line on disk balances.
@@ -183,7 +194,7 @@ class Trainer(BasePPOTrainer):
         if self._num_idle_steps >= _MAX_IDLE_STEPS:
             raise RuntimeError(
                 f"no group to train in {_MAX_IDLE_STEPS} steps in a row: of {sampled.num_prompts} prompts in the last "
-                f"one, {sampled.num_failed_groups} requests failed and {len(sampled.generated)} groups had no "
+                f"one, {len(sampled.failed)} requests failed and {len(sampled.generated)} groups had no "
                 "spread; see samples.jsonl and the messages above, and use easier or harder prompts "
                 "(or --ext.groups.ineffective keep)"
             )
@@ -202,8 +213,7 @@ class Trainer(BasePPOTrainer):
         results = self.eval_generator.generate(requests)
         groups = [result for result in results if isinstance(result, RolloutGroup)]
         failed = [result for result in results if not isinstance(result, RolloutGroup)]
-        if failed:
-            logger.warning("evaluation without %d of %d prompts: %s", len(failed), len(results), failed[0].detail)
+        _report_failures(failed, len(results), f"evaluation at step {step}")
         metrics = evaluate_groups(groups, pass_at=self.ext.eval.pass_at, correct_at=self.ext.eval.correct_at)
         budget = self.ledger.as_dict()
         metrics |= {
@@ -213,6 +223,8 @@ class Trainer(BasePPOTrainer):
             "timing/eval": time.time() - started,
         }
         self._evaluations.append((step, metrics))
+        if self._bar is not None:
+            self._bar.set_description("train", refresh=False)
         self._log("eval", step, metrics)
         return metrics
 
@@ -227,7 +239,7 @@ class Trainer(BasePPOTrainer):
             "step/num_prompts": sampled.num_prompts,
             "step/num_rounds": sampled.num_rounds,
             "step/num_retries": sampled.num_retries,
-            "step/num_failed_groups": sampled.num_failed_groups,
+            "step/num_failed_groups": len(sampled.failed),
             "step/num_reward_timeouts": timeouts,
             "prompts/epoch": self.order.epoch,
         }
@@ -375,6 +387,22 @@ class _Clock:
         """The phases, the rest, and ``timing/step_total``; evaluation and checkpoints are not in it."""
         total = time.perf_counter() - self._start
         return {**self._laps, "timing/other": total - sum(self._laps.values()), "timing/step_total": total}
+
+
+def _report_failures(failed: list[FailedRequest], num_requests: int, where: str) -> None:
+    """One line for each reason. Raises RuntimeError when no prompt at all got a valid reward."""
+    by_reason: dict[str, list[FailedRequest]] = {}
+    for failure in failed:
+        by_reason.setdefault(failure.reason, []).append(failure)
+    for reason, failures in by_reason.items():
+        first = failures[0]
+        message = (
+            f"{where}: no usable group for {len(failures)} of {num_requests} prompts ({reason}); "
+            f"first, prompt {first.request.prompt.prompt_id}: {first.detail}"
+        )
+        if reason == "invalid_reward" and len(failures) == num_requests:
+            raise RuntimeError(f"{message}. The verifier works on no prompt: correct it, then start again")
+        logger.warning("%s", message)
 
 
 def _row_metrics(rows: list[Experience]) -> dict[str, float]:

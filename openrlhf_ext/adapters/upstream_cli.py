@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 
-SUPPORTED_VERSION = "0.11.2"
+from openrlhf_ext.adapters.upstream import SUPPORTED, check_version
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     exec(_compiled(statements[: _position(statements, "args = parser.parse_args()")]), namespace)
     parser = namespace.get("parser")
     if not isinstance(parser, argparse.ArgumentParser):
-        raise _unsupported("its command line has no parser")
+        raise _unexpected("its command line has no parser")
     parser.allow_abbrev = False
     return parser
 
@@ -40,7 +40,7 @@ def nest(flat: dict[str, object]) -> SimpleNamespace:
     source = _source_folder() / "utils" / "config.py"
     spec = importlib.util.spec_from_file_location("_openrlhf_utils_config", source)
     if spec is None or spec.loader is None or not source.is_file():
-        raise _unsupported("it has no utils/config.py")
+        raise _unexpected("it has no utils/config.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.hierarchize(argparse.Namespace(**flat))
@@ -66,36 +66,28 @@ def _warn(*words: object) -> None:
 
 
 def _source_folder() -> Path:
-    spec = importlib.util.find_spec("openrlhf")
+    try:
+        check_version()
+        spec = importlib.util.find_spec("openrlhf")
+    except importlib.metadata.PackageNotFoundError:
+        spec = None
     if spec is None or spec.origin is None:
-        raise RuntimeError(
-            f"OpenRLHF is not installed for {sys.executable}; install openrlhf=={SUPPORTED_VERSION} there"
-        )
-    version = _version()
-    if version not in (SUPPORTED_VERSION, "unknown"):
-        raise _unsupported("other versions differ in the places this package hooks into")
+        raise RuntimeError(f"OpenRLHF is not installed for {sys.executable}; install openrlhf=={SUPPORTED} there")
     return Path(spec.origin).parent
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("openrlhf")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _unsupported(reason: str) -> RuntimeError:
-    return RuntimeError(f"openrlhf {_version()} is not the supported {SUPPORTED_VERSION}: {reason}")
+def _unexpected(reason: str) -> RuntimeError:
+    return RuntimeError(f"the installed openrlhf is not {SUPPORTED} as released: {reason}; install it anew")
 
 
 def _main_block() -> list[ast.stmt]:
     source = _source_folder() / "cli" / "train_ppo_ray.py"
     if not source.is_file():
-        raise _unsupported("it has no cli/train_ppo_ray.py")
+        raise _unexpected("it has no cli/train_ppo_ray.py")
     for statement in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'":
             return statement.body
-    raise _unsupported("cli/train_ppo_ray.py has no main block")
+    raise _unexpected("cli/train_ppo_ray.py has no main block")
 
 
 def _position(statements: list[ast.stmt], landmark: str) -> int:
@@ -103,7 +95,7 @@ def _position(statements: list[ast.stmt], landmark: str) -> int:
     for index, statement in enumerate(statements):
         if ast.unparse(statement).splitlines()[0] == landmark:
             return index
-    raise _unsupported(f"cli/train_ppo_ray.py has no `{landmark}`")
+    raise _unexpected(f"cli/train_ppo_ray.py has no `{landmark}`")
 
 
 def _compiled(statements: list[ast.stmt]) -> CodeType:

@@ -13,16 +13,24 @@ from pathlib import Path
 from typing import TypedDict, TypeVar, cast
 
 
-class Summary(TypedDict):
-    """``summary.json``. Accuracies are shares in [0, 1] with their standard errors; None where none was measured."""
+class Measured(TypedDict, total=False):
+    """The entries of ``summary.json`` that come from evaluations: shares in [0, 1] with their standard errors.
 
-    method: str
-    steps: int
+    Absent or None where no evaluation was made.
+    """
+
     accuracy_before: float | None
     accuracy_after: float | None
     accuracy_se_before: float | None
     accuracy_se_after: float | None
     eval_samples: int
+
+
+class Summary(Measured):
+    """``summary.json``."""
+
+    method: str
+    steps: int
     rollouts_generated: int
     tokens_generated: int
     wall_s: float
@@ -57,10 +65,11 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 def learned_lines(summary: Summary) -> list[str]:
     """Accuracy before and after, each with its standard error; a dash where none was measured."""
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     lines = [
-        f"accuracy before           {_with_error(before, summary['accuracy_se_before'])}",
-        f"accuracy after            {_with_error(after, summary['accuracy_se_after'])}",
+        f"evaluation samples        {summary.get('eval_samples') or 0:,}",
+        f"accuracy before           {_with_error(before, summary.get('accuracy_se_before'))}",
+        f"accuracy after            {_with_error(after, summary.get('accuracy_se_after'))}",
     ]
     if before is not None and after is not None:
         lines.append(f"change                    {after - before:+.3f}")
@@ -91,8 +100,7 @@ def render(run_dir: Path) -> str:
     summary = read_json(run_dir / "summary.json", Summary)
     ledger = read_json(run_dir / "ledger.json", Ledger)
     parts = [
-        [f"{summary['method']}, evaluated on {summary['eval_samples']:,} samples"],
-        learned_lines(summary),
+        [f"method                    {summary['method']}", *learned_lines(summary)],
         spent_lines(summary, ledger),
         [f"in {run_dir}:", *(f"  {path.name}" for path in sorted(run_dir.iterdir()))],
     ]

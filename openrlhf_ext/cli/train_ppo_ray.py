@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from openrlhf_ext.adapters.upstream_cli import build_parser, nest, validate
-from openrlhf_ext.checks import check
+from openrlhf_ext.checks import check, read_prompt_files
 from openrlhf_ext.settings import Settings, dump_settings, help_text, refuse, resolve
 
 
@@ -18,15 +18,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     try:
         settings = _settings(sys.argv[1:] if argv is None else argv)
+        if settings is None:
+            return 0
+        files = read_prompt_files(settings)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if settings is None:
-        return 0
 
     from openrlhf_ext.adapters.launch import run
 
-    return run(settings)
+    return run(settings, files)
 
 
 def _settings(argv: list[str]) -> Settings | None:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ case "$1 ${2:-} ${3:-}" in
     ;;
 "-m pip install")
     [ -z "${PIP_FAILS:-}" ] || { echo "ERROR: no route to host"; exit 1; }
+    [ -z "${PIP_INTERRUPTED:-}" ] || { trap 'exit 1' INT; kill -INT 0; }
     ;;
 "- "*) cat >/dev/null ;;
 "-V "*) echo "Python 3.11.9" ;;
@@ -66,6 +68,8 @@ class Checkout:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a job of a shell script
         )
 
     def pip_installs(self) -> int:
@@ -177,6 +181,12 @@ def test_failed_install_shows_the_log_and_a_rerun_finishes_it(checkout: Checkout
     assert not (checkout.root / ".venv" / "installed").exists()
     assert checkout.install().returncode == 0
     assert (checkout.root / ".venv" / "installed").exists()
+
+
+def test_interrupt_stops_the_install_though_pip_only_fails(checkout: Checkout) -> None:
+    checkout.program("python3.11", STAND_IN)
+    assert checkout.install(PIP_INTERRUPTED="1").returncode == 130
+    assert checkout.pip_installs() == 1
 
 
 def test_half_written_package_is_installed_again(installed: Checkout) -> None:

@@ -23,8 +23,8 @@ SUMMARY = {
 LEDGER = {"generated": 4000, "fates": {"trained_fresh": 3000, "filtered_zero_variance": 1000, "surplus": 0}}
 
 
-def write_run(folder: Path, **changes: object) -> None:
-    (folder / "summary.json").write_text(json.dumps({**SUMMARY, **changes}))
+def write_run(folder: Path, summary: dict[str, object]) -> None:
+    (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "ledger.json").write_text(json.dumps(LEDGER))
 
 
@@ -33,11 +33,11 @@ def rows(text: str) -> list[str]:
 
 
 def test_table_shows_learning_cost_and_where_rollouts_went(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    write_run(tmp_path)
+    write_run(tmp_path, SUMMARY)
     assert main([str(tmp_path)]) == 0
     assert rows(capsys.readouterr().out) == [
-        "dapo, evaluated on 512 samples",
-        "",
+        "method dapo",
+        "evaluation samples 512",
         "accuracy before 0.250 +- 0.020",
         "accuracy after 0.500 +- 0.030",
         "change +0.250",
@@ -55,8 +55,8 @@ def test_table_shows_learning_cost_and_where_rollouts_went(tmp_path: Path, capsy
     ]
 
 
-def test_run_without_evaluation_shows_dashes_and_no_change(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    write_run(tmp_path, accuracy_before=None, accuracy_se_before=None)
+def test_missing_evaluation_shows_a_dash_and_no_change(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_run(tmp_path, {name: value for name, value in SUMMARY.items() if "before" not in name})
     assert main([str(tmp_path)]) == 0
     shown = rows(capsys.readouterr().out)
     assert "accuracy before -" in shown
@@ -69,7 +69,7 @@ def test_run_without_evaluation_shows_dashes_and_no_change(tmp_path: Path, capsy
         (None, "did not finish"),
         ("{", "summary.json:1: not JSON"),
         ("[]", "found list"),
-        ("{}", "missing accuracy_after"),
+        ("{}", "missing method, rollouts_generated"),
     ],
 )
 def test_unusable_run_is_one_clear_line(

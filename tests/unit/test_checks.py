@@ -1,0 +1,221 @@
+"""Every contradiction in the settings is one message that names the flags and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf_ext.checks import check, read_prompt_files
+from openrlhf_ext.config import DapoConfig, DataConfig, EvalConfig, ExtConfig, GroupsConfig
+from openrlhf_ext.settings import Settings
+
+GOOD: dict[str, object] = {
+    "actor.model_name_or_path": "organization/model",
+    "actor.num_nodes": 1,
+    "actor.num_gpus_per_node": 2,
+    "critic.model_name_or_path": None,
+    "reward.model_name_or_path": None,
+    "reward.remote_url": "http://localhost:5000/reward",
+    "train.agent_func_path": None,
+    "train.async_enable": False,
+    "train.batch_size": 64,
+    "train.micro_batch_size": 8,
+    "train.num_episodes": 1,
+    "train.max_epochs": 1,
+    "rollout.batch_size": 16,
+    "rollout.n_samples_per_prompt": 8,
+    "rollout.micro_batch_size": 4,
+    "rollout.max_new_tokens": 32,
+    "data.prompt_dataset": "organization/data",
+    "data.max_len": 64,
+    "data.input_key": "input",
+    "data.label_key": None,
+    "data.image_key": "images",
+    "data.input_template": None,
+    "data.apply_chat_template": False,
+    "eval.dataset": None,
+    "eval.n_samples_per_prompt": 8,
+    "vllm.num_engines": 1,
+    "algo.advantage.estimator": "group_norm",
+    "algo.dynamic_filtering_enable": False,
+    "ds.ring_attn_size": 1,
+    "ds.tensor_parallel_size": 1,
+    "ckpt.load_enable": False,
+    "use_ms": False,
+}
+
+
+def nest(flat: dict[str, object]) -> SimpleNamespace:
+    root = SimpleNamespace()
+    for key, value in flat.items():
+        *parents, name = key.split(".")
+        node = root
+        for parent in parents:
+            if not hasattr(node, parent):
+                setattr(node, parent, SimpleNamespace())
+            node = getattr(node, parent)
+        setattr(node, name, value)
+    return root
+
+
+def settings(tmp_path: Path, flat: dict[str, object], **ext: object) -> Settings:
+    merged = {**GOOD, **flat}
+    return Settings(nest(merged), ExtConfig(**{"run_dir": str(tmp_path / "run"), **ext}), merged, {})
+
+
+def refusal(tmp_path: Path, flat: dict[str, object], **ext: object) -> str:
+    with pytest.raises(ValueError) as caught:
+        check(settings(tmp_path, flat, **ext))
+    return str(caught.value)
+
+
+def test_good_settings_pass(tmp_path: Path) -> None:
+    check(settings(tmp_path, {}))
+    check(settings(tmp_path, {}, dapo=DapoConfig()))
+    check(settings(tmp_path, {"rollout.max_new_tokens": None, "eval.dataset": "organization/data"}))
+
+
+@pytest.mark.parametrize(
+    ("flat", "message"),
+    [
+        ({"actor.model_name_or_path": None}, "--actor.model_name_or_path is missing; "),
+        ({"data.prompt_dataset": None}, "--data.prompt_dataset is missing; "),
+        ({"vllm.num_engines": None}, "--vllm.num_engines must be at least 1, got None; "),
+        ({"vllm.num_engines": 0}, "--vllm.num_engines must be at least 1, got 0; "),
+        ({"reward.remote_url": None}, "nothing gives rewards; set --reward.remote_url "),
+        ({"train.async_enable": True}, "--train.async_enable is not supported: "),
+        ({"use_ms": True}, "--use_ms is not supported; "),
+        ({"rollout.batch_size": 0}, "--rollout.batch_size must be at least 1, got 0"),
+        ({"train.batch_size": -1}, "--train.batch_size must be at least 1, got -1"),
+        # 2 ranks, and one copy of the model takes 4.
+        ({"ds.ring_attn_size": 4}, "--actor.num_nodes x --actor.num_gpus_per_node = 2 is not a multiple of"),
+        # data.max_len is 64: 64 new tokens would leave none for the prompt.
+        ({"rollout.max_new_tokens": 64}, "--rollout.max_new_tokens must be in [1, 63] so that there is room"),
+        ({"reward.remote_url": "/no/reward.py"}, "--reward.remote_url: there is no file /no/reward.py; "),
+        ({"train.agent_func_path": "/no/agent.py"}, "--train.agent_func_path: there is no file /no/agent.py; "),
+        ({"data.prompt_dataset": "/no/a.jsonl"}, "--data.prompt_dataset: there is no file or folder /no/a.jsonl; "),
+        ({"eval.dataset": "/no/a.jsonl"}, "--eval.dataset: there is no file or folder /no/a.jsonl; "),
+        ({"actor.model_name_or_path": "/no/m"}, "--actor.model_name_or_path: there is no folder /no/m; "),
+        ({"actor.model_name_or_path": "no/such/m"}, "--actor.model_name_or_path: there is no folder no/such/m; "),
+    ],
+)
+def test_what_is_missing_or_unsupported_is_named(tmp_path: Path, flat: dict[str, object], message: str) -> None:
+    assert refusal(tmp_path, flat).startswith(message)
+
+
+def test_rollouts_of_a_step_must_be_whole_train_batches(tmp_path: Path) -> None:
+    # 16 x 8 = 128 rollouts; the divisors of 128 next to 48 are 32 (16 away) and 64 (16 away): the larger is offered.
+    message = refusal(tmp_path, {"train.batch_size": 48})
+    assert "--rollout.batch_size 16 x --rollout.n_samples_per_prompt 8 = 128 rollouts is not a multiple" in message
+    assert message.endswith("--train.batch_size 64 would fit")
+
+
+def test_a_train_batch_must_be_whole_micro_batches_on_every_rank(tmp_path: Path) -> None:
+    # 64 rollouts on 2 ranks: micro-batches of 8 give 64 / (8 x 2) = 4 each, micro-batches of 24 do not divide.
+    message = refusal(tmp_path, {"train.micro_batch_size": 24})
+    assert "--train.batch_size 64 is not a multiple of --train.micro_batch_size 24 x 2 data-parallel ranks" in message
+
+
+@pytest.mark.parametrize(
+    ("ext", "flag"),
+    [({"dapo": DapoConfig()}, "--ext.dapo "), ({"groups": GroupsConfig("drop")}, "--ext.groups.ineffective drop ")],
+)
+def test_two_filters_of_groups_contradict_each_other(tmp_path: Path, ext: dict[str, object], flag: str) -> None:
+    message = refusal(tmp_path, {"algo.dynamic_filtering_enable": True}, **ext)
+    assert message.startswith(flag)
+    assert message.endswith("remove --algo.dynamic_filtering_enable")
+
+
+def test_keeping_ineffective_groups_agrees_with_dynamic_filtering(tmp_path: Path) -> None:
+    check(settings(tmp_path, {"algo.dynamic_filtering_enable": True}, groups=GroupsConfig("keep")))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "ext", "reason"),
+    [
+        ("group_norm", {}, "--algo.advantage.estimator group_norm"),
+        ("reinforce", {"dapo": DapoConfig()}, "--ext.dapo"),
+        ("reinforce", {"groups": GroupsConfig()}, "--ext.groups"),
+    ],
+)
+def test_groups_need_two_rollouts(tmp_path: Path, estimator: str, ext: dict[str, object], reason: str) -> None:
+    one = {"rollout.n_samples_per_prompt": 1, "train.batch_size": 16, "algo.advantage.estimator": estimator}
+    assert f"must be at least 2 with {reason}, got 1" in refusal(tmp_path, one, **ext)
+
+
+def test_one_rollout_is_enough_without_groups(tmp_path: Path) -> None:
+    one = {"rollout.n_samples_per_prompt": 1, "train.batch_size": 16, "algo.advantage.estimator": "reinforce"}
+    check(settings(tmp_path, one))
+
+
+@pytest.mark.parametrize("template", ["Answer in \\boxed{{}}. Q: {}", "{}", "A {{b}} {}"])
+def test_a_template_with_doubled_braces_passes(tmp_path: Path, template: str) -> None:
+    check(settings(tmp_path, {"data.input_template": template}))
+
+
+@pytest.mark.parametrize("template", ["Answer in \\boxed{}. Q: {}", "{} {name}", "{} {", "{} }", "{} {0.x}"])
+def test_a_template_with_other_braces_is_refused(tmp_path: Path, template: str) -> None:
+    message = refusal(tmp_path, {"data.input_template": template})
+    assert message.endswith("double the other braces, as in \\boxed{{}}")
+
+
+def test_a_template_that_drops_the_prompt_is_refused(tmp_path: Path) -> None:
+    assert "has no {}, where the prompt goes" in refusal(tmp_path, {"data.input_template": "Q:"})
+    chat = {"data.input_template": "Q: {}", "data.apply_chat_template": True}
+    assert "would be ignored with --data.apply_chat_template" in refusal(tmp_path, chat)
+
+
+def test_an_evaluation_needs_a_verifier(tmp_path: Path) -> None:
+    flat = {"eval.dataset": "organization/data", "reward.remote_url": None, "reward.model_name_or_path": "a/b"}
+    assert refusal(tmp_path, flat).startswith("--eval.dataset needs a verifier; set --reward.remote_url")
+
+
+def test_pass_at_k_needs_k_samples(tmp_path: Path) -> None:
+    flat = {"eval.dataset": "organization/data", "eval.n_samples_per_prompt": 4}
+    message = refusal(tmp_path, flat)
+    assert message.startswith("pass@8 needs at least 8 samples, but --eval.n_samples_per_prompt is 4; ")
+    assert message.endswith("set --eval.n_samples_per_prompt 8 or --ext.eval.pass_at 1 2 4")
+    check(settings(tmp_path, flat, eval=EvalConfig(pass_at=(1, 4))))
+
+
+def test_a_run_directory_with_a_run_is_only_continued(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    check(settings(tmp_path, {}))
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert "already holds a run, which would be overwritten" in refusal(tmp_path, {})
+    check(settings(tmp_path, {"ckpt.load_enable": True}))
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    assert "is a file; name a directory" in refusal(tmp_path, {})
+
+
+def test_files_that_are_there_pass(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("reward.py", "a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("")
+    here = {
+        "actor.model_name_or_path": str(tmp_path / "model"),
+        "reward.remote_url": str(tmp_path / "reward.py"),
+        "data.prompt_dataset": f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl",
+    }
+    check(settings(tmp_path, here))
+
+
+def test_one_local_file_of_a_flag_is_read_and_several_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input": "x"}\n')
+    (tmp_path / "b.jsonl").write_text('{"input": "y"}\n{}\n')
+    one, bad = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    files = read_prompt_files(settings(tmp_path, {"data.prompt_dataset": one, "eval.dataset": "organization/data"}))
+    assert [row.input for row in files["data.prompt_dataset"].rows] == ["x"]
+    assert set(files) == {"data.prompt_dataset"}
+    assert read_prompt_files(settings(tmp_path, {"data.prompt_dataset": f"{one},{one}"})) == {}
+
+    skip = DataConfig(on_bad_row="skip")
+    files = read_prompt_files(settings(tmp_path, {"eval.dataset": bad}, data=skip))
+    assert [row.input for row in files["eval.dataset"].rows] == ["y"]
+    with pytest.raises(ValueError, match="b.jsonl:2: "):
+        read_prompt_files(settings(tmp_path, {"data.prompt_dataset": f"{one},{bad}"}, data=skip))

@@ -1,0 +1,178 @@
+"""Prompt files are checked row by row; prompts come in a seeded order that survives a resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from openrlhf_ext.prompts import PromptFile, PromptOrder, read_prompts
+
+GOOD = b'{"input": "1 2 3=", "label": "a"}\n'
+
+
+def read(
+    folder: Path,
+    content: bytes,
+    on_bad_row: Literal["refuse", "skip"] = "refuse",
+    label_key: str | None = "label",
+    *,
+    chat: bool = False,
+) -> PromptFile:
+    path = folder / "train.jsonl"
+    path.write_bytes(content)
+    return read_prompts(path, "input", label_key, on_bad_row, apply_chat_template=chat)
+
+
+def test_rows_keep_their_line_id_label_and_datasource(tmp_path: Path) -> None:
+    content = b'{"id": 7, "input": "x", "label": {"n": [1]}, "datasource": "d", "images": "a.png"}\n\n'
+    content += GOOD
+    first, second = read(tmp_path, content).rows
+    assert (first.id, first.line, first.input, first.label, first.datasource) == ("7", 1, "x", {"n": [1]}, "d")
+    assert first.images == "a.png"
+    assert (second.line, second.datasource, second.images) == (3, "default", None)
+
+
+def test_unusual_text_is_kept_as_it_is(tmp_path: Path) -> None:
+    text = "\U0001f600 \u4f60\u597d \u05e9\u05dc\u05d5\u05dd e\u0301\u2028"
+    rows = read(tmp_path, json.dumps({"input": text, "label": ""}, ensure_ascii=False).encode()).rows
+    assert rows[0].input == text
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"input": "\xff", "label": "a"}', "not UTF-8 at byte 11 of the line; re-encode the file as UTF-8"),
+        (b'{"input": "x", ', "not valid JSON: "),
+        (b"[" * 100_000, "not valid JSON: "),
+        (b'"text"', "must be a JSON object, got str"),
+        (b'{"label": "a"}', "'input' (--data.input_key) is missing; the row has 'label'"),
+        (b'{"input": null, "label": "a"}', "'input' must be a string, got null"),
+        (b'{"input": 5, "label": "a"}', "'input' must be a string, got int"),
+        (b'{"input": " ", "label": "a"}', "'input' is empty"),
+        (b'{"input": "\\ud83d", "label": "a"}', "'input' holds half of a surrogate pair"),
+        (b'{"input": [{"role": "user", "content": "x"}], "label": "a"}', "'input' is a list of chat messages, which"),
+        (b'{"input": "x"}', "'label' (--data.label_key) is missing"),
+        (b'{"input": "x", "label": null}', "'label' (--data.label_key) is null"),
+        (b'{"input": "x", "label": "a", "datasource": null}', "'datasource' must be a string, got None"),
+        (b'{"input": "x", "label": "a", "id": ""}', "'id' must be a non-empty string or an integer, got ''"),
+        (b'{"input": "x", "label": "a", "id": true}', "'id' must be a non-empty string or an integer, got True"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line_or_skipped_with_its_problem(
+    tmp_path: Path, line: bytes, problem: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        read(tmp_path, GOOD + line + b"\n")
+    summary, listed = str(caught.value).split("\n")
+    assert summary.startswith("1 of 2 rows of ")
+    assert listed.startswith(f"  {tmp_path / 'train.jsonl'}:2: {problem}")
+
+    file = read(tmp_path, GOOD + line + b"\n", "skip")
+    assert [row.line for row in file.rows] == [1]
+    assert [bad.line for bad in file.skipped] == [2]
+    assert file.skipped[0].problem.startswith(problem)
+
+
+def test_the_second_row_with_an_id_is_bad(tmp_path: Path) -> None:
+    content = b'{"id": "1", "input": "x", "label": "a"}\n{"id": 1, "input": "y", "label": "b"}\n'
+    with pytest.raises(ValueError, match="train.jsonl:2: id '1' was already used in line 1"):
+        read(tmp_path, content)
+
+
+def test_ten_bad_rows_are_listed_and_all_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        read(tmp_path, b"{}\n" * 12 + GOOD)
+    message = str(caught.value)
+    # The summary, 10 rows and the line that counts the remaining 2.
+    assert message.count("\n") == 11
+    assert message.startswith("12 of 13 rows") and message.endswith("and 2 more")
+
+
+def test_skipped_rows_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read(tmp_path, GOOD + b"{}\n", "skip")
+    assert "skipped 1 of 2 rows" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"{}\n"])
+def test_a_file_without_a_usable_row_is_refused(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(ValueError, match="has no usable row"):
+        read(tmp_path, content, "skip")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot read the prompt file .*none.jsonl"):
+        read_prompts(tmp_path / "none.jsonl", "input", None, "refuse")
+
+
+def test_without_a_label_key_labels_are_empty(tmp_path: Path) -> None:
+    assert read(tmp_path, b'{"input": "x"}\n', label_key=None).rows[0].label == ""
+
+
+def test_chat_messages_are_accepted_with_the_chat_template(tmp_path: Path) -> None:
+    content = b'{"input": [{"role": "user", "content": "x"}], "label": "a"}\n'
+    assert read(tmp_path, content, chat=True).rows[0].input == [{"role": "user", "content": "x"}]
+    with pytest.raises(ValueError, match="each with 'role' and 'content'"):
+        read(tmp_path, b'{"input": [{"role": "user"}], "label": "a"}\n', chat=True)
+
+
+def test_repeated_inputs_are_kept_counted_and_have_different_stable_ids(tmp_path: Path) -> None:
+    other_label = b'{"input": "1 2 3=", "label": "b"}\n'
+    file = read(tmp_path, GOOD + GOOD + other_label)
+    assert file.num_repeated == 2
+    assert len({row.id for row in file.rows}) == 3
+    # Rows before or between others do not change an id: it depends on the content and the number of equal rows before.
+    again = read(tmp_path, other_label + GOOD + b'{"input": "z", "label": "z"}\n' + GOOD)
+    assert {row.id for row in file.rows} <= {row.id for row in again.rows}
+
+
+def test_every_epoch_is_a_permutation_and_epochs_differ() -> None:
+    order = PromptOrder(num_prompts=20, seed=3)
+    first, second = order.take(20), order.take(20)
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    assert first != PromptOrder(num_prompts=20, seed=4).take(20)
+
+
+def test_the_sequence_does_not_depend_on_how_it_is_cut() -> None:
+    whole = PromptOrder(num_prompts=5, seed=0).take(17)
+    order = PromptOrder(num_prompts=5, seed=0)
+    assert [index for k in (1, 4, 0, 12) for index in order.take(k)] == whole
+
+
+def test_epoch_and_position_count_what_was_taken() -> None:
+    order = PromptOrder(num_prompts=5, seed=0)
+    assert (order.epoch, order.position) == (0, 0)
+    order.take(5)
+    assert (order.epoch, order.position) == (1, 0)
+    order.take(7)
+    assert (order.epoch, order.position) == (2, 2)
+
+
+@pytest.mark.parametrize("cut", range(0, 13))
+def test_a_resumed_order_goes_on_exactly(cut: int) -> None:
+    whole = PromptOrder(num_prompts=4, seed=9).take(13)
+    stopped = PromptOrder(num_prompts=4, seed=9)
+    first = stopped.take(cut)
+    resumed = PromptOrder(num_prompts=4, seed=9)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert first + resumed.take(13 - cut) == whole
+
+
+def test_the_state_of_other_data_or_another_seed_is_refused() -> None:
+    state = PromptOrder(num_prompts=4, seed=9).state_dict()
+    with pytest.raises(ValueError, match="num_prompts 4, this run has 5; .*--data.prompt_dataset"):
+        PromptOrder(num_prompts=5, seed=9).load_state_dict(state)
+    with pytest.raises(ValueError, match="seed 9, this run has 8; .*--train.seed"):
+        PromptOrder(num_prompts=4, seed=8).load_state_dict(state)
+
+
+def test_an_order_needs_prompts_and_a_seed_that_is_not_negative() -> None:
+    with pytest.raises(ValueError, match="at least one prompt, got 0"):
+        PromptOrder(num_prompts=0, seed=1)
+    with pytest.raises(ValueError, match="--train.seed must not be negative, got -1"):
+        PromptOrder(num_prompts=1, seed=-1)

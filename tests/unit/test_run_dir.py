@@ -1,0 +1,42 @@
+import json
+import math
+
+from openrlhf_ext.run_dir import RunDirectory, read_metrics
+
+
+def test_every_line_is_json_even_with_numbers_that_are_not_finite_and_broken_text(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.log("train", 1, {"loss": math.nan, "nested": {"x": math.inf}, "ok": 0.5})
+    run.log_samples([{"step": 1, "response": "half a surrogate \ud83d and \u05d0"}])
+    assert read_metrics(run.path) == [{"kind": "train", "step": 1, "loss": None, "nested": {"x": None}, "ok": 0.5}]
+    assert json.loads((run.path / "samples.jsonl").read_text())["response"].startswith("half")
+
+
+def test_metrics_are_read_by_kind_and_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.log("train", 1, {"a": 1})
+    run.log("eval", 1, {"b": 2})
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')
+    assert [row["kind"] for row in read_metrics(run.path)] == ["train", "eval"]
+    assert read_metrics(run.path, "eval") == [{"kind": "eval", "step": 1, "b": 2}]
+
+
+def test_resuming_forgets_the_steps_that_will_be_done_again(tmp_path):
+    run = RunDirectory(tmp_path)
+    for step in (1, 2, 3):
+        run.log("train", step, {})
+        run.log_samples([{"step": step}])
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "tr')
+    run.forget_after(2)
+    assert [row["step"] for row in read_metrics(run.path)] == [1, 2]
+    assert len((run.path / "samples.jsonl").read_text().splitlines()) == 2
+
+
+def test_whole_files_are_replaced_and_leave_no_temporary_file(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.write_json("ledger.json", {"generated": 1})
+    run.write_json("ledger.json", {"generated": 2})
+    assert json.loads((tmp_path / "ledger.json").read_text()) == {"generated": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.json"]

@@ -1,0 +1,93 @@
+"""Real processes: whatever way the child ends, nothing that it started is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, signal, subprocess, sys, time
+from openrlhf_ext.supervisor import supervise
+
+# Ignores SIGTERM and lives in a session of its own, as a daemon would.
+DAEMON = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+def target():
+    for _ in range(2):
+        daemon = subprocess.Popen([sys.executable, "-c", DAEMON], start_new_session=True)
+        print("daemon", daemon.pid, flush=True)
+    time.sleep(0.3)
+    {ending}
+
+sys.exit(supervise(target))
+"""
+
+ENDINGS = {
+    "returns": ("return 7", 7),
+    "raises": ("raise ValueError('no')", 1),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+}
+
+
+def start(ending):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("{ending}", ending)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def daemons(output):
+    return [int(line.split()[1]) for line in output.splitlines() if line.startswith("daemon")]
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_nothing_is_left_when_the_child(case):
+    ending, code = ENDINGS[case]
+    process = start(ending)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert len(daemons(output)) == 2
+    assert not any(map(is_running, daemons(output)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_supervisor_ends_everything_and_runs_the_childs_finally(number):
+    process = start(
+        "\n    try:\n        print('ready', flush=True)\n        time.sleep(600)"
+        "\n    finally:\n        print('cleaned', flush=True)"
+    )
+    lines = []
+    while "ready\n" not in lines:
+        lines.append(process.stdout.readline())
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "cleaned" in output
+    assert not any(map(is_running, daemons("".join(lines))))
+
+
+def test_a_bystander_is_left_alone():
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        start("return 0").communicate(timeout=60)
+        time.sleep(0.1)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
