@@ -3,7 +3,8 @@
 Where to start reading:
 
 1. ``types.py``: the nouns (prompt, rollout, group).
-2. ``sampling.py``: which groups a train step gets (plain, filtered, DAPO rounds), and ``ledger.py``: where every rollout went.
+2. ``sampling.py``: which groups a train step gets (plain, filtered, DAPO rounds); ``ledger.py``: where every rollout
+   went.
 3. ``batching.py``: how any number of rows becomes micro-batches on every rank.
 4. ``adapters/``: the only folder that imports openrlhf, ray, vllm or deepspeed.
 

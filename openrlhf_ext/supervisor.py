@@ -21,7 +21,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 # A driver that was asked to stop gets this long before it is killed; its descendants then get the shorter time.
 STOP_GRACE_S = 30.0
-_ORPHAN_GRACE_S = 3.0
+_ORPHAN_GRACE_S = 1.0
 
 
 def _prctl(option: int, value: int) -> None:

@@ -10,7 +10,7 @@ set -euo pipefail
 
 TORCH="torch==2.13.0+cpu"
 TORCH_INDEX="https://download.pytorch.org/whl/cpu" # PyTorch's own; PyPI has the CUDA build only
-DISK_GIB=6
+DISK_GIB=5
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv

@@ -7,9 +7,9 @@ always ends inside the train step, and metrics are reduced once a step in a fixe
 
 from __future__ import annotations
 
+import deepspeed
 import openrlhf.trainer.ray.ppo_actor as upstream_actor
 import openrlhf.trainer.ray.ppo_critic as upstream_critic
-import deepspeed
 import ray
 import torch
 import torch.distributed as dist

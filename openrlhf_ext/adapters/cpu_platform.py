@@ -52,6 +52,8 @@ def process_env() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB for each engine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # By environment: a shared cache is rebuilt (a minute) whenever another environment has used it.
+        "TORCH_EXTENSIONS_DIR": os.path.join(sys.prefix, "torch_extensions"),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else ray warns of a future change of this default
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": "1800",

@@ -37,7 +37,9 @@ def load_prompts(
         if flag in files:
             rows = _as_rows(files[flag], args)
         else:
-            rows = blending_datasets(name, probs, strategy, args.train.seed, args.data.max_samples, dataset_split=split)
+            rows = blending_datasets(
+                name, probs, strategy, args.train.seed, args.data.max_samples, dataset_split=split
+            )
         rows = list(rows)[: args.data.max_samples]
         templated = PromptDataset(rows, tokenizer, strategy, input_template=args.data.input_template)
         prompts[flag] = _fitting(

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from openrlhf_ext.adapters import cpu_platform
 from openrlhf_ext.adapters.upstream import plain
 from openrlhf_ext.config import RewardConfig
-from openrlhf_ext.rewards.pool import RewardFailure, RewardPool
+from openrlhf_ext.rewards.pool import RewardFailure, RewardPool, check_reward
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ class EngineActor(plain(RolloutRayActor)):
 
     def _guarded_reward(self, queries, prompts, labels) -> dict:
         """Upstream's reward_func, run in a process that is killed at the deadline. Called from worker threads."""
-        result = self._pool(queries, prompts, labels)
-        if isinstance(result, RewardFailure):
-            return {"rewards": None, "scores": None, "extra_logs": {FAILURE_KEY: (result.kind, result.detail)}}
-        return result
+        values = check_reward(self._pool(queries, prompts, labels), self._pool.path)
+        if isinstance(values, RewardFailure):
+            return {"rewards": None, "scores": None, "extra_logs": {FAILURE_KEY: (values.kind, values.detail)}}
+        return {"rewards": values.reward, "scores": values.score, "extra_logs": values.extra}
 
     async def generate_group(
         self, *, prompt, label, images, sampling: dict, max_length: int, num_rollouts: int, deadline_s: float

@@ -10,8 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, remove_padding_in_sequences
-from openrlhf.trainer.ppo_utils.experience import split_experience_batch
+from openrlhf.trainer.ppo_utils.experience import (
+    Experience,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+)
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
 from openrlhf_ext.batching import PAD, Plan, check_plan, plan_batches

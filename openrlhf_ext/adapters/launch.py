@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from importlib import import_module
 
@@ -19,12 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 def run(settings: Settings, files: Mapping[str, PromptFile]) -> int:
-    """Train on the checked settings and prompt files (by flag); returns the exit code. No process that the run started is left when it returns."""
+    """Train on the checked settings and prompt files (by flag); returns the exit code.
+
+    No process that the run started is left when it returns.
+    """
     check_version()
-    return supervise(lambda: _train(settings, files))
+    started = time.time()
+    return supervise(lambda: _train(settings, files, started))
 
 
-def _train(settings: Settings, files: Mapping[str, PromptFile]) -> int:
+def _train(settings: Settings, files: Mapping[str, PromptFile], started: float) -> int:
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -38,6 +43,7 @@ def _train(settings: Settings, files: Mapping[str, PromptFile]) -> int:
     imports = threading.Thread(target=import_module, args=("openrlhf_ext.adapters.trainer",))
     imports.start()
     _start_ray(settings)
+    logger.info("Ray is up after %.1f s", time.time() - started)
     imports.join()
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("openrlhf."):  # upstream sets each of its loggers to DEBUG; the progress bar says it better
@@ -46,7 +52,7 @@ def _train(settings: Settings, files: Mapping[str, PromptFile]) -> int:
     import ray
 
     try:
-        _run_trainer(settings, files)
+        _run_trainer(settings, files, started)
         return 0
     finally:
         ray.shutdown()
@@ -91,21 +97,23 @@ def _num_gpus(args) -> int:
     return models + args.vllm.num_engines * args.vllm.tensor_parallel_size
 
 
-def _run_trainer(settings: Settings, files: Mapping[str, PromptFile]) -> None:
+def _run_trainer(settings: Settings, files: Mapping[str, PromptFile], started: float) -> None:
     import ray
 
     from openrlhf_ext.adapters.placement import create_engines, create_models, quiet_strategy
     from openrlhf_ext.adapters.trainer import Trainer
 
+    logger.info("starting engines and models after %.1f s", time.time() - started)
     strategy = quiet_strategy(settings)
     args = strategy.args
     models = create_models(args)
     engines = create_engines(args, settings.ext, models.shared)
-    trainer = Trainer(settings, files, strategy, models.actor, models.critic, models.reference, engines)
+    trainer = Trainer(settings, files, started, strategy, models.actor, models.critic, models.reference, engines)
     node_logs = ray._private.worker._global_node.get_logs_dir_path() if ray._private.worker._global_node else None
     if node_logs:
         trainer.run_dir.link_logs(node_logs)
     engines_ready = [engine.configure.remote(strategy, settings.ext.reward) for engine in engines]
     models.load(strategy, engines, engines_ready, trainer.max_steps)
+    logger.info("engines and models are ready after %.1f s", time.time() - started)
     trainer.fit()
     models.save()

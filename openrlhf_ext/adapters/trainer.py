@@ -30,7 +30,7 @@ from openrlhf_ext.evaluation import evaluate_groups
 from openrlhf_ext.groups import DEFAULT_TOLERANCE, group_metrics
 from openrlhf_ext.ledger import RolloutLedger
 from openrlhf_ext.prompts import PromptFile, PromptOrder
-from openrlhf_ext.run_dir import RunDirectory
+from openrlhf_ext.run_dir import RunDirectory, read_metrics
 from openrlhf_ext.sampling import GroupSampler, SampledStep
 from openrlhf_ext.settings import Settings, dump_settings
 from openrlhf_ext.trackers import open_trackers
@@ -49,6 +49,7 @@ class Trainer(BasePPOTrainer):
         self,
         settings: Settings,
         files: Mapping[str, PromptFile],
+        started: float,
         strategy,
         actor_group,
         critic_group,
@@ -56,6 +57,10 @@ class Trainer(BasePPOTrainer):
         engines,
     ) -> None:
         args, ext = strategy.args, settings.ext
+        for part in (args.eval, args.ckpt):  # upstream's -1 means never
+            name = "steps" if part is args.eval else "save_steps"
+            if getattr(part, name) == -1:
+                setattr(part, name, math.inf)
         tokenizer = get_tokenizer(
             args.actor.model_name_or_path, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer
         )
@@ -106,13 +111,14 @@ class Trainer(BasePPOTrainer):
         self._bar: tqdm | None = None
         self._evaluations: list[tuple[int, dict]] = []
         self._num_idle_steps = 0
-        self._started = time.time()
+        self._started = started  # of the command, so that start-up counts in wall_s
         self._train_seconds = 0.0
 
     # -- the loop --
 
     def fit(self) -> None:
         """Train to the end. Writes the run directory as it goes."""
+        self._startup_seconds = time.time() - self._started
         start = self._restore()
         self.run_dir.write_config(dump_settings(self.settings))
         self.trackers = self._open_trackers()
@@ -122,7 +128,7 @@ class Trainer(BasePPOTrainer):
                 self.evaluate(0)
             for step in range(start + 1, self.max_steps + 1):
                 self._step(step)
-                if self._is_due(step, self.args.eval.steps) or step == self.max_steps:
+                if step % self.args.eval.steps == 0 or step == self.max_steps:
                     metrics = self.evaluate(step)
                     self.save_best_checkpoint(metrics, step, self._client_states(step))
                 self.save_logs_and_checkpoints(step, {}, self._client_states(step))
@@ -131,10 +137,6 @@ class Trainer(BasePPOTrainer):
             self._bar.close()
             for tracker in self.trackers:
                 tracker.close()
-
-    @staticmethod
-    def _is_due(step: int, every: float) -> bool:
-        return every not in (-1, math.inf) and step % every == 0
 
     def _step(self, step: int) -> None:
         clock = _Clock()
@@ -313,15 +315,20 @@ class Trainer(BasePPOTrainer):
             "seed": self.args.train.seed,
             "rollouts_generated": budget["generated"],
             "tokens_generated": budget["tokens"],
+            "startup_s": self._startup_seconds,
             "wall_s": time.time() - self._started,
             "train_wall_s": self._train_seconds,
         }
-        for when, index in (("before", 0), ("after", -1)):
-            if self._evaluations and (when == "after" or self._evaluations[0][0] == 0):
-                metrics = self._evaluations[index][1]
-                summary[f"accuracy_{when}"] = metrics.get("eval/accuracy")
-                summary[f"accuracy_se_{when}"] = metrics.get("eval/accuracy_se")
-                summary["eval_samples"] = metrics.get("eval/num_samples")
+        by_step = dict(self._evaluations)
+        for when, metrics in (("before", by_step.get(0, {})), ("after", by_step.get(self.max_steps, {}))):
+            summary[f"accuracy_{when}"] = metrics.get("eval/accuracy")
+            summary[f"accuracy_se_{when}"] = metrics.get("eval/accuracy_se")
+            summary["eval_samples"] = metrics.get("eval/num_samples")
+        rows = read_metrics(self.run_dir.path, "train")
+        summary["step_seconds_median"] = {
+            key.removeprefix("timing/"): float(np.median([row[key] for row in rows if key in row]))
+            for key in sorted({key for row in rows for key in row if key.startswith("timing/")})
+        }
         self.run_dir.write_json("summary.json", summary)
 
     # -- checkpoints --
@@ -425,5 +432,3 @@ def _method(settings: Settings) -> str:
         return "grpo_filter"
     estimator = settings.upstream.algo.advantage.estimator
     return {"group_norm": "grpo", "gae": "ppo"}.get(estimator, estimator)
-
-

@@ -1,4 +1,4 @@
-"""Countdown reward: 1 for a right expression, 0.1 for one that only uses the numbers once each, else 0.
+"""Countdown reward: 1 for a right expression, else 0; whether it is well-formed is logged beside it.
 
 An OpenRLHF reward file: `--reward.remote_url openrlhf_ext/rewards/countdown.py`.
 """
@@ -17,4 +17,4 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
     puzzle = parse_label(label)
     result = grade(extract_response(query, prompt), puzzle.numbers, puzzle.target)
     logs = {"accuracy": result.accuracy, "format": result.format}
-    return {"rewards": result.reward, "scores": result.accuracy, "extra_logs": logs}
+    return {"rewards": result.accuracy, "scores": result.accuracy, "extra_logs": logs}

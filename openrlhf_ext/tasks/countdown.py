@@ -1,7 +1,8 @@
 """Countdown, the task: combine the given numbers, each exactly once, into an expression that equals the target.
 
 A prompt is compact, for a character-level model: `"3 9 5 32="` asks for 32 out of 3, 9 and 5, and `"9*3+5"` is right.
-Task and reward follow TinyZero (Pan et al., 2025), in a smaller number range.
+The task is TinyZero's (Pan et al., 2025), in a smaller number range. Its reward of 0.1 for a well-formed expression
+is left out: it makes groups without a single right answer vary, and so hides which prompts are informative.
 """
 
 import ast
@@ -11,9 +12,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-
-FORMAT_REWARD = 0.1
-"""Reward of a well-formed expression that misses the target (TinyZero)."""
 
 MAX_RESPONSE_CHARS = 200
 """Longer responses are not parsed: bounds the cost of grading, and the nesting depth the parser may see."""
@@ -57,10 +55,6 @@ class Grade:
     """1.0 when the target is hit, else 0.0."""
     format: float
     """1.0 when the response is a well-formed expression that uses each given number exactly once, else 0.0."""
-
-    @property
-    def reward(self) -> float:
-        return 1.0 if self.accuracy else FORMAT_REWARD * self.format
 
 
 def grade(response: str, numbers: Sequence[int], target: int) -> Grade:

@@ -117,10 +117,6 @@ def test_huge_integers_stay_cheap():
     assert grade(f"{huge}*{huge}", (huge, huge), huge * huge) == RIGHT
 
 
-def test_reward_is_one_for_right_and_a_tenth_for_format():
-    assert [RIGHT.reward, WRONG.reward, MALFORMED.reward] == [1.0, 0.1, 0.0]
-
-
 def test_division_can_make_a_target_reachable():
     assert is_solvable((8, 3, 8, 3), 24)  # only 8/(3-8/3)
     assert is_solvable((2, 3), 6) and not is_solvable((2, 3), 7)
@@ -200,7 +196,7 @@ PROMPT = "3 9 5 32="
         ("9*3+5", 1.0, 1.0, 1.0),  # cut by the length limit
         ("9*3+5<eos><pad><pad>", 1.0, 1.0, 1.0),
         ("9*3+5<eos>junk", 1.0, 1.0, 1.0),
-        ("9*3-5<eos>", 0.1, 0.0, 1.0),
+        ("9*3-5<eos>", 0.0, 0.0, 1.0),
         ("9*3+5<unk><eos>", 0.0, 0.0, 0.0),
         ("<eos>9*3+5", 0.0, 0.0, 0.0),
     ],

@@ -65,9 +65,7 @@ def test_plain_grpo_keeps_every_group_in_prompt_order():
 
 
 def test_filter_drops_zero_variance_groups_and_counts_them():
-    sampler, engine, ledger = sampler_for(
-        {"a": [RIGHT], "b": [MIXED]}, "ab", groups=GroupsConfig(ineffective="drop")
-    )
+    sampler, engine, ledger = sampler_for({"a": [RIGHT], "b": [MIXED]}, "ab", groups=GroupsConfig(ineffective="drop"))
     step = sampler.sample_step()
     assert kept(step) == ["b"]
     assert len(step.generated) == 2
