@@ -56,7 +56,8 @@ class WandB:
             mode=mode,
             dir=str(run_dir),
             config=config,
-            settings=wandb.Settings(console="off", save_code=False, disable_git=True),
+            # Metadata would hold the command line, and so a key that was given there.
+            settings=wandb.Settings(console="off", save_code=False, disable_git=True, x_disable_meta=True),
             **names,
         )
         for axis in ("step", "budget/rollouts_generated", "budget/tokens_generated"):

@@ -51,14 +51,16 @@ def process_env() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB for each engine
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about GPU features that are not there
         # By environment: a shared cache is rebuilt (a minute) whenever another environment has used it.
         "TORCH_EXTENSIONS_DIR": os.path.join(sys.prefix, "torch_extensions"),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else ray warns of a future change of this default
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": "1800",
     }
-    return {key: os.environ.get(key, value) for key, value in defaults.items()}
+    env = {key: os.environ.get(key, value) for key, value in defaults.items()}
+    # torch looks for ninja on PATH, also when the environment was not activated.
+    return env | {"PATH": os.pathsep.join([os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)])}
 
 
 def build_extensions() -> None:

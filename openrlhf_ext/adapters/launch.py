@@ -34,7 +34,6 @@ def _train(settings: Settings, files: Mapping[str, PromptFile], started: float) 
         level=logging.WARNING, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr
     )
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
-    os.environ["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")  # of this process only
     if cpu_platform.active():
         os.environ.update(cpu_platform.process_env())
         cpu_platform.install()

@@ -23,6 +23,7 @@ def test_c60_tensorboard_and_offline_wandb_hold_the_figures_and_no_file_holds_th
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr("sys.argv", ["train_ppo_ray", "--logger.wandb.key", KEY])  # wandb records it by default
     trackers = open_trackers(
         run_dir=tmp_path,
         tensorboard_dir=str(tmp_path / "tb"),
