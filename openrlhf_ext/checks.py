@@ -229,6 +229,11 @@ def _check_files(args: SimpleNamespace) -> None:
                 raise ValueError(
                     f"--{key}: there is no {kind} {path}; check the path (a relative one starts at the current folder)"
                 )
+            if looks_local(name) and kind == "folder" and not (path / "config.json").is_file():
+                raise ValueError(
+                    f"--{key}: {path} has no config.json, so it is no model in the Hugging Face format; give the "
+                    "folder that save_pretrained wrote"
+                )
 
 
 def _check_run_dir(args: SimpleNamespace, ext: ExtConfig) -> None:

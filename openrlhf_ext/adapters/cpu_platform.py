@@ -185,9 +185,15 @@ class CpuWorkerExtension:
     def receive_weights(self, names, shapes, dtype):
         """Receive one flat buffer with the parameters ``names`` in order and load them."""
         import torch
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
         sizes = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.empty(sum(sizes), dtype=dtype)
         self._weight_group.broadcast(flat)
         pieces = [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
         self.model_runner.reload_weights(weights_iterator=iter(zip(names, pieces, strict=True)))
+        # An output layer tied to the embedding loads nothing itself: reload_weights leaves its packed copy stale.
+        for layer in self.model_runner.get_model().modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(layer)

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 
+import ray
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 from openrlhf.utils import get_tokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_ext.adapters import cpu_platform
 from openrlhf_ext.adapters.upstream import plain
@@ -56,7 +58,8 @@ class EngineActor(plain(RolloutRayActor)):
         """All rollouts of one prompt.
 
         Returns the finished responses and None, or those that finished and why the others did not. Requests still
-        running at the deadline are aborted in the engine.
+        running at the deadline are aborted in the engine. When the engine's process has died, so does this actor: all
+        its callers then see the same, a dead engine.
         """
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
         tasks = [
@@ -79,6 +82,8 @@ class EngineActor(plain(RolloutRayActor)):
         await asyncio.gather(*late, return_exceptions=True)
         errors = [task.exception() for task in done if task.exception() is not None]
         responses = [task.result() for task in tasks if task in done and task.exception() is None]
+        if any(isinstance(error, EngineDeadError) for error in errors):
+            ray.actor.exit_actor()
         if errors:
             return responses, f"{type(errors[0]).__name__}: {errors[0]}"
         if late:

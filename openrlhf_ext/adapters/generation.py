@@ -36,6 +36,7 @@ class EnginePool:
 
     def __init__(self, engines: Sequence, *, sleeps: bool) -> None:
         self.engines = list(engines)
+        self._names = {engine: f"vLLM engine {i} of {len(self.engines)}" for i, engine in enumerate(self.engines)}
         self._sleeps = sleeps
 
     def all(self, method: str, *args) -> list:
@@ -54,9 +55,12 @@ class EnginePool:
         """Leave out a dead engine. Raises RuntimeError when it was the last one."""
         if engine in self.engines:
             self.engines.remove(engine)
-            logger.error("a vLLM engine died and is left out (%d remain): %s", len(self.engines), error)
+            logger.error("%s died and is left out (%d remain)", self._names[engine], len(self.engines))
         if not self.engines:
-            raise RuntimeError(f"no vLLM engine is left; the last one died with: {error}") from error
+            raise RuntimeError(
+                f"no vLLM engine is left: {self._names[engine]} died as the last one, most often for want of memory; "
+                f"see the logs of the workers ({_first_line(error)})"
+            ) from None
 
 
 class GroupGenerator:
@@ -140,7 +144,7 @@ class GroupGenerator:
             responses, problem = ray.get(ref)
         except RayActorError as error:
             self._pool.lost(engine, error)
-            return _failed(request, "engine_error", f"engine died: {error}", [])
+            return _failed(request, "engine_error", f"engine died: {_first_line(error)}", [])
         except ray.exceptions.RayTaskError as error:
             return _failed(request, "engine_error", str(error.cause or error), [])
         if problem == "deadline":
@@ -192,6 +196,11 @@ class GroupGenerator:
             logger.warning("invalid reward counted as 0: %s", problem)
             return RewardValues(reward=0.0, score=0.0, extra={})
         return problem
+
+
+def _first_line(error: Exception) -> str:
+    """Ray appends addresses and advice over many lines."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _log_probs_fit(response: dict) -> bool:

@@ -20,7 +20,6 @@ import ray
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils import get_tokenizer
-from tqdm import tqdm
 
 from openrlhf_ext.adapters.data import load_prompts
 from openrlhf_ext.adapters.experience_maker import ExperienceMaker, plan_training, rank_windows
@@ -30,7 +29,8 @@ from openrlhf_ext.evaluation import evaluate_groups
 from openrlhf_ext.groups import DEFAULT_TOLERANCE, group_metrics
 from openrlhf_ext.ledger import RolloutLedger
 from openrlhf_ext.prompts import PromptFile, PromptOrder
-from openrlhf_ext.run_dir import RunDirectory, read_metrics
+from openrlhf_ext.reporting import RunReporter, StepClock
+from openrlhf_ext.run_dir import RunDirectory
 from openrlhf_ext.sampling import GroupSampler, SampledStep
 from openrlhf_ext.settings import Settings, dump_settings
 from openrlhf_ext.trackers import open_trackers
@@ -85,16 +85,18 @@ class Trainer(BasePPOTrainer):
         if self.best_eval_metric_key == "":
             self.best_eval_metric_key = "eval/accuracy"
 
+        self.run_dir = RunDirectory(ext.run_dir)
+        self.reporter = RunReporter(self.run_dir, max_steps=self.max_steps, started=started)
         self.ledger = RolloutLedger()
         self.order = PromptOrder(len(self.prompts), args.train.seed)
         self.rng = np.random.default_rng(args.train.seed)
         pool = EnginePool(engines, sleeps=args.vllm.enable_sleep)
         self.pool = pool
         self.generator = GroupGenerator(
-            pool, args, ext, temperature=args.rollout.temperature, on_progress=self._show_generation
+            pool, args, ext, temperature=args.rollout.temperature, on_progress=self.reporter.generation
         )
         self.eval_generator = GroupGenerator(
-            pool, args, ext, temperature=args.eval.temperature, on_progress=self._show_generation
+            pool, args, ext, temperature=args.eval.temperature, on_progress=self.reporter.generation
         )
         self.sampler = GroupSampler(
             self.generator,
@@ -106,23 +108,15 @@ class Trainer(BasePPOTrainer):
             groups=ext.groups,
             dapo=ext.dapo,
         )
-        self.run_dir = RunDirectory(ext.run_dir)
-        self.trackers = []
-        self._bar: tqdm | None = None
-        self._evaluations: list[tuple[int, dict]] = []
         self._num_idle_steps = 0
-        self._started = started  # of the command, so that start-up counts in wall_s
-        self._train_seconds = 0.0
 
     # -- the loop --
 
     def fit(self) -> None:
         """Train to the end. Writes the run directory as it goes."""
-        self._startup_seconds = time.time() - self._started
         start = self._restore()
         self.run_dir.write_config(dump_settings(self.settings))
-        self.trackers = self._open_trackers()
-        self._bar = tqdm(total=self.max_steps, initial=start, unit="step", desc="train", dynamic_ncols=True)
+        self.reporter.open(self._open_trackers(), start=start)
         try:
             if start == 0 and self.ext.eval.at_start:
                 self.evaluate(0)
@@ -132,14 +126,12 @@ class Trainer(BasePPOTrainer):
                     metrics = self.evaluate(step)
                     self.save_best_checkpoint(metrics, step, self._client_states(step))
                 self.save_logs_and_checkpoints(step, {}, self._client_states(step))
-            self._write_summary()
+            self.reporter.summary(method=_method(self.settings), seed=self.args.train.seed, ledger=self.ledger)
         finally:
-            self._bar.close()
-            for tracker in self.trackers:
-                tracker.close()
+            self.reporter.close()
 
     def _step(self, step: int) -> None:
-        clock = _Clock()
+        clock = StepClock()
         sampled = self.sampler.sample_step()
         clock.lap("generation")
         _report_failures(sampled.failed, sampled.num_prompts, f"step {step}")
@@ -148,12 +140,9 @@ class Trainer(BasePPOTrainer):
         # Closed before anything is written, so that every line on disk balances.
         metrics |= self.ledger.close_step()
         metrics |= clock.metrics()
-        self._train_seconds += metrics["timing/step_total"]
-        self._log("train", step, metrics)
-        self.run_dir.write_json("ledger.json", self.ledger.as_dict())
-        self._show(step, metrics)
+        self.reporter.train_step(step, metrics, self.ledger)
 
-    def _train(self, sampled: SampledStep, step: int, clock: _Clock) -> dict:
+    def _train(self, sampled: SampledStep, step: int, clock: StepClock) -> dict:
         """Forward passes, advantages, optimizer steps and weight sync for the kept groups."""
         self._num_idle_steps = 0
         # Copies of the containers: upstream overwrites fields of what it is given.
@@ -224,10 +213,7 @@ class Trainer(BasePPOTrainer):
             "budget/tokens_generated": budget["tokens"],
             "timing/eval": time.time() - started,
         }
-        self._evaluations.append((step, metrics))
-        if self._bar is not None:
-            self._bar.set_description("train", refresh=False)
-        self._log("eval", step, metrics)
+        self.reporter.evaluation(step, metrics)
         return metrics
 
     # -- what is written --
@@ -245,12 +231,6 @@ class Trainer(BasePPOTrainer):
             "step/num_reward_timeouts": timeouts,
             "prompts/epoch": self.order.epoch,
         }
-
-    def _log(self, kind: str, step: int, metrics: dict) -> None:
-        metrics = {"wall_s": time.time() - self._started, "train_wall_s": self._train_seconds, **metrics}
-        self.run_dir.log(kind, step, metrics)
-        for tracker in self.trackers:
-            tracker.log(step, {key: value for key, value in metrics.items() if value is not None})
 
     def _log_samples(self, step: int, groups: list[RolloutGroup], rows: list[Experience]) -> None:
         """The first rollouts of the step's groups in turn, as text."""
@@ -275,22 +255,6 @@ class Trainer(BasePPOTrainer):
             )
         self.run_dir.log_samples(lines)
 
-    def _show(self, step: int, metrics: dict) -> None:
-        shown = {"rollouts": metrics["budget/rollouts_generated"]}
-        if "groups/reward_mean_generated" in metrics:
-            shown["reward"] = f"{metrics['groups/reward_mean_generated']:.3f}"
-            shown["effective"] = f"{metrics['groups/effective_frac_generated']:.2f}"
-        if self._evaluations:
-            shown["eval"] = f"{self._evaluations[-1][1].get('eval/accuracy', math.nan):.3f}"
-        self._bar.set_description("train", refresh=False)
-        self._bar.set_postfix(shown, refresh=False)
-        self._bar.update(1)
-
-    def _show_generation(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar.set_description(f"generate {done}/{total}", refresh=False)
-            self._bar.update(0)  # redraws at most ten times a second
-
     def _open_trackers(self) -> list:
         flat = self.settings.flat
         return open_trackers(
@@ -307,30 +271,6 @@ class Trainer(BasePPOTrainer):
             config={"config": dump_settings(self.settings)},
         )
 
-    def _write_summary(self) -> None:
-        budget = self.ledger.as_dict()
-        summary = {
-            "method": _method(self.settings),
-            "steps": self.max_steps,
-            "seed": self.args.train.seed,
-            "rollouts_generated": budget["generated"],
-            "tokens_generated": budget["tokens"],
-            "startup_s": self._startup_seconds,
-            "wall_s": time.time() - self._started,
-            "train_wall_s": self._train_seconds,
-        }
-        by_step = dict(self._evaluations)
-        for when, metrics in (("before", by_step.get(0, {})), ("after", by_step.get(self.max_steps, {}))):
-            summary[f"accuracy_{when}"] = metrics.get("eval/accuracy")
-            summary[f"accuracy_se_{when}"] = metrics.get("eval/accuracy_se")
-            summary["eval_samples"] = metrics.get("eval/num_samples")
-        rows = read_metrics(self.run_dir.path, "train")
-        summary["step_seconds_median"] = {
-            key.removeprefix("timing/"): float(np.median([row[key] for row in rows if key in row]))
-            for key in sorted({key for row in rows for key in row if key.startswith("timing/")})
-        }
-        self.run_dir.write_json("summary.json", summary)
-
     # -- checkpoints --
 
     def _client_states(self, step: int) -> dict:
@@ -346,7 +286,7 @@ class Trainer(BasePPOTrainer):
                     "ledger": self.ledger.state_dict(),
                     "num_requests": self.sampler.num_requests,
                     "rng": self.rng.bit_generator.state,
-                    "train_seconds": self._train_seconds,
+                    "train_seconds": self.reporter.train_seconds,
                 }
             ),
         }
@@ -370,30 +310,12 @@ class Trainer(BasePPOTrainer):
         self.ledger.load_state_dict(state["ledger"])
         self.sampler.num_requests = state["num_requests"]
         self.rng.bit_generator.state = state["rng"]
-        self._train_seconds = state["train_seconds"]
+        self.reporter.train_seconds = state["train_seconds"]
         step = states["global_step"]
         self.generator.policy_version = step
         self.run_dir.forget_after(step)
         self.broadcast_to_vllm()
         return step
-
-
-class _Clock:
-    """Wall-clock seconds of the phases of one step."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self._laps[f"timing/{phase}"] = now - self._last
-        self._last = now
-
-    def metrics(self) -> dict[str, float]:
-        """The phases, the rest, and ``timing/step_total``; evaluation and checkpoints are not in it."""
-        total = time.perf_counter() - self._start
-        return {**self._laps, "timing/other": total - sum(self._laps.values()), "timing/step_total": total}
 
 
 def _report_failures(failed: list[FailedRequest], num_requests: int, where: str) -> None:

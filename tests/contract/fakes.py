@@ -1,38 +1,20 @@
-"""Stand-ins for what needs a cluster: Ray, the DeepSpeed engine, the model actors. The rest is upstream's own code.
-
-A module that imports this one is skipped, with its reason in the summary, where the stack is not installed.
-"""
+"""Stand-ins for what needs a cluster: Ray, the DeepSpeed engine, the model actors. The rest is upstream's own code."""
 
 from __future__ import annotations
 
-import importlib.util
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
+from openrlhf.trainer.ray.launcher import BaseModelActor, RayActorGroup
+from openrlhf.utils.deepspeed import DeepspeedStrategy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-STACK = ("openrlhf", "ray", "vllm", "deepspeed")
-MISSING = [name for name in STACK if importlib.util.find_spec(name) is None]
-if MISSING:
-    pytest.skip(
-        f"{', '.join(MISSING)} not installed: the adapters are NOT checked against upstream", allow_module_level=True
-    )
-
-from openrlhf.trainer.ppo_utils.experience import Experience  # noqa: E402
-from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator  # noqa: E402
-from openrlhf.trainer.ray.launcher import BaseModelActor, RayActorGroup  # noqa: E402
-from openrlhf.utils.deepspeed import DeepspeedStrategy  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-
-from openrlhf_ext.adapters.actors import PolicyActor, PolicyTrainer, TrainStepSchedule  # noqa: E402
-from openrlhf_ext.adapters.upstream_cli import build_parser, nest, validate  # noqa: E402
+from openrlhf_ext.adapters.actors import PolicyActor, PolicyTrainer, TrainStepSchedule
 
 VOCABULARY = 11
-MAX_LENGTH = 24
 
 
 class Remote:
@@ -52,78 +34,6 @@ class LocalRay:
     @staticmethod
     def put(value):
         return value
-
-
-def upstream_args(estimator: str = "group_norm", *flags: str) -> SimpleNamespace:
-    """OpenRLHF's own arguments for 16 groups of 8, micro-batches of 8, one optimizer step; ``flags`` win."""
-    defaults = {
-        "--actor.model_name_or_path": "organization/model",
-        "--data.prompt_dataset": "organization/data",
-        "--data.max_len": str(MAX_LENGTH),
-        "--rollout.max_new_tokens": "16",
-        "--reward.remote_url": "http://localhost:5000",
-        "--vllm.num_engines": "1",
-        "--algo.advantage.estimator": estimator,
-        "--rollout.batch_size": "16",
-        "--rollout.n_samples_per_prompt": "8",
-        "--rollout.micro_batch_size": "8",
-        "--train.batch_size": "128",
-        "--train.micro_batch_size": "8",
-    }
-    args = nest(vars(build_parser().parse_args([word for pair in defaults.items() for word in pair] + list(flags))))
-    validate(args)
-    return args
-
-
-# -- recorded rollouts --
-
-
-def response(
-    *,
-    reward: object = 1.0,
-    prompt_tokens: int = 4,
-    response_tokens: int = 3,
-    scores: object = None,
-    extra_logs: dict | None = None,
-    log_probs: bool = True,
-    rng: random.Random | None = None,
-) -> dict:
-    """One rollout as upstream's engine actor returns it."""
-    rng = rng or random.Random(0)
-    length = prompt_tokens + response_tokens
-    return {
-        "prompt": "2 3 = 5",
-        "label": "5",
-        "images": None,
-        "mm_train_inputs": None,
-        "observation_tokens": [rng.randrange(1, VOCABULARY) for _ in range(length)],
-        "action_ranges": [(prompt_tokens, length)],
-        "rollout_log_probs": [0.0] * prompt_tokens + [-rng.random() for _ in range(response_tokens)]
-        if log_probs
-        else None,
-        "truncated": False,
-        "reward": reward,
-        "scores": reward if scores is None else scores,
-        "extra_logs": extra_logs or {},
-    }
-
-
-def recorded_samples(rewards: Sequence[Sequence[float]], seed: int = 0) -> list[Experience]:
-    """Rollouts of whole groups, in order, with uneven prompt and response lengths; the same for the same seed."""
-    rng = random.Random(seed)
-    samples = []
-    for group in rewards:
-        prompt_tokens = rng.randint(2, 7)
-        for reward in group:
-            one = response(reward=reward, prompt_tokens=prompt_tokens, response_tokens=rng.randint(1, 12), rng=rng)
-            samples.append(SamplesGenerator._process_response_into_experience(None, one, max_len=MAX_LENGTH))
-    return samples
-
-
-def mixed_rewards(num_groups: int, group_size: int = 8, seed: int = 1) -> list[list[float]]:
-    """Groups that all have spread, of dyadic (0, 0.5, 1) and non-dyadic (0.1, 0.7) rewards."""
-    rng = random.Random(seed)
-    return [[0.1, 1.0] + [rng.choice((0, 0.1, 0.5, 0.7, 1.0)) for _ in range(group_size - 2)] for _ in range(num_groups)]
 
 
 # -- models and their Ray groups --

@@ -1,69 +1,34 @@
-"""With every feature off, rows, advantages, loss and metrics are upstream's; where upstream loses rows, ours do not."""
+"""With every feature off, rows, advantages, loss and metrics are upstream's; where it loses rows, ours does not."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from types import SimpleNamespace
+from dataclasses import fields
 
 import numpy as np
-import openrlhf.trainer.ppo_utils.experience_maker as upstream_maker
-import openrlhf.trainer.ray.launcher as launcher
-import openrlhf.trainer.ray.ppo_actor as upstream_actor
 import pytest
 import torch
-from fakes import (
-    LocalRay,
-    TinyCritic,
-    TinyPolicy,
-    actor_group,
+from fakes import policy_actor
+from openrlhf.trainer.ppo_utils.experience import Experience, remove_padding_in_sequences, split_experience_batch
+from recorded import (
+    copies,
+    maker,
     mixed_rewards,
-    policy_actor,
     recorded_samples,
+    rows_for,
+    token_mean_gradient,
+    train,
+    train_upstream,
     upstream_args,
 )
-from openrlhf.models import PolicyLoss
-from openrlhf.trainer.ppo_utils.experience import (
-    Experience,
-    make_experience_batch,
-    remove_padding_in_sequences,
-    split_experience_batch,
-)
-from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 
-from openrlhf_ext.adapters.experience_maker import ExperienceMaker, plan_training, rank_windows
-from openrlhf_ext.adapters.upstream import plain
+from openrlhf_ext.adapters.experience_maker import rank_windows
 from openrlhf_ext.batching import PAD
 from openrlhf_ext.config import GroupsConfig
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("local_ray")]
 
 ESTIMATORS = ["group_norm", "rloo", "dr_grpo", "reinforce_baseline", "gae"]
 FLAT, HALF = [0.1] * 8, [0.5] * 8
-OFF_POLICY = 3  # seed of the policy that the old log-probabilities come from
-
-
-@pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch, one_rank_world: None) -> None:
-    for module in (upstream_maker, launcher):
-        monkeypatch.setattr(module, "ray", LocalRay)
-
-
-def maker(args, *, ours: bool, groups: GroupsConfig | None = None, num_ranks: int = 1):
-    """Upstream's experience maker or ours over the same models; the actor's old weights differ from the trained."""
-    cls, more = (ExperienceMaker, {"groups": groups, "num_ranks": num_ranks}) if ours else (
-        upstream_maker.RemoteExperienceMaker,
-        {},
-    )
-    return cls(
-        actor_group(TinyPolicy(seed=OFF_POLICY), num_ranks),
-        actor_group(TinyCritic(seed=1), num_ranks) if args.algo.advantage.estimator == "gae" else None,
-        None,
-        actor_group(TinyPolicy(seed=2), num_ranks),
-        FixedKLController(args.algo.kl.init_coef),
-        SimpleNamespace(args=args),
-        SimpleNamespace(pad_token_id=0),
-        **more,
-    )
 
 
 def upstream_rows(batches: list[Experience]) -> list[Experience]:
@@ -113,7 +78,9 @@ def test_without_features_rows_are_those_of_upstreams_replay_buffer(estimator: s
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("flag", [("--reward.overlong_buffer_len", "8"), ("--algo.kl.use_loss", "--algo.kl.estimator", "k2")])
+@pytest.mark.parametrize(
+    "flag", [("--reward.overlong_buffer_len", "8"), ("--algo.kl.use_loss", "--algo.kl.estimator", "k2")]
+)
 def test_length_penalties_and_kl_settings_change_ours_as_they_change_upstreams(flag: tuple[str, ...]) -> None:
     args, rewards = upstream_args("group_norm", *flag), mixed_rewards(16)
     ours = maker(args, ours=True).make_experience_batch(recorded_samples(rewards))
@@ -159,36 +126,6 @@ def test_awkward_numbers_of_groups_keep_order_and_advantages(num_groups: int, nu
 
 
 # -- loss and gradient --
-
-
-def rows_for(args, num_groups: int = 16) -> list[Experience]:
-    return maker(args, ours=True).make_rows(recorded_samples(mixed_rewards(num_groups)))
-
-
-def copies(rows: list[Experience]) -> list[Experience]:
-    return [replace(row, info=dict(row.info)) for row in rows]
-
-
-def train(actor, rows: list[Experience], args, rng: np.random.Generator | None = None) -> dict[str, float]:
-    """One train step of ours on one rank."""
-    plan = plan_training(rows, args, num_ranks=1, rng=rng)
-    actor.set_windows(rank_windows(plan, 0, copies(rows)))
-    return actor.fit(0.01)
-
-
-def train_upstream(actor, rows: list[Experience]) -> dict[str, float]:
-    """One train step of upstream's own loop: its replay buffer, its data loader, its normalizers."""
-    actor.trainer.replay_buffer.items.extend(copies(rows))
-    return plain(upstream_actor.PolicyModelActor).fit(actor, 0.01)
-
-
-def token_mean_gradient(actor, rows: list[Experience], args) -> torch.Tensor:
-    """Gradient at the current weights of one mean over all rows at once."""
-    batch, model = make_experience_batch(copies(rows)), actor._engine.module
-    loss_fn = PolicyLoss(token_level_loss=args.actor.loss_agg_mode == "token-mean")
-    log_probs = model(batch.sequences, batch.action_mask, batch.attention_mask)
-    loss = loss_fn(log_probs, batch.action_log_probs, batch.advantages, action_mask=batch.action_mask)[0]
-    return torch.autograd.grad(loss, model.logits)[0]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])

@@ -195,6 +195,7 @@ def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_files_that_are_there_pass(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     for name in ("reward.py", "a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("")
     here = {
@@ -203,6 +204,12 @@ def test_files_that_are_there_pass(tmp_path: Path) -> None:
         "data.prompt_dataset": f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl",
     }
     check(settings(tmp_path, here))
+
+
+def test_a_model_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    message = refusal(tmp_path, {"actor.model_name_or_path": str(tmp_path / "model")})
+    assert message.startswith("--actor.model_name_or_path: ") and "has no config.json" in message
 
 
 def test_one_local_file_of_a_flag_is_read_and_several_are_checked(tmp_path: Path) -> None:

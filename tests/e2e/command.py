@@ -1,0 +1,99 @@
+"""Starts the real command line and keeps track of every process that it starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+
+class Command:
+    """One run of ``openrlhf_ext.cli.train_ppo_ray`` in a process of its own, with its output in a file."""
+
+    def __init__(self, config: str, run_dir: Path, *flags: str) -> None:
+        self.run_dir = run_dir
+        self._output = run_dir.with_name(f"{run_dir.name}.{time.time_ns()}.txt")
+        with open(self._output, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray"]
+                + ["--config", f"configs/cpu/{config}.yaml", "--ext.run_dir", str(run_dir), *flags],
+                cwd=ROOT,
+                # DeepSpeed looks for ninja on the PATH.
+                env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._top = psutil.Process(self.process.pid)
+        self._seen: set[psutil.Process] = {self._top}
+
+    @property
+    def output(self) -> str:
+        """What the terminal shows, carriage returns of the progress bar as line ends."""
+        return self._output.read_text("utf-8", errors="replace").replace("\r", "\n")
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code. Fails, with the output, when the command takes longer."""
+        self.wait_until(lambda: self.process.poll() is not None, timeout_s, "end")
+        return self.process.returncode
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Watch the processes until ``condition``. Fails, with the output, when that takes longer."""
+        give_up = time.monotonic() + timeout_s
+        while not condition():
+            self._watch()
+            ended = self.process.poll() is not None and not condition()
+            if ended or time.monotonic() > give_up:
+                self.stop()
+                how = f"ended with {self.process.returncode} before" if ended else f"took over {timeout_s:g} s until"
+                raise AssertionError(f"the command {how} {what}:\n{self.output[-4000:]}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End everything that is left. For a test that has already failed."""
+        for process in self.alive():
+            process.kill()
+        self.process.wait()
+
+    def descendants(self, name: str) -> list[psutil.Process]:
+        """Running processes below the command with ``name`` in their title, such as ``EngineCore``."""
+        self._watch()
+        return [process for process in self.alive() if name in _title(process)]
+
+    def names_seen(self) -> str:
+        """Titles of all processes seen so far, while they run; for asserting that a test watched the right ones."""
+        return "\n".join(_title(process) for process in self.alive())
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes of this run that still exist, zombies apart."""
+        return [p for p in self._seen if p.is_running() and _status(p) != psutil.STATUS_ZOMBIE]
+
+    def num_seen(self) -> int:
+        return len(self._seen)
+
+    def _watch(self) -> None:
+        try:
+            self._seen.update(self._top.children(recursive=True))
+        except psutil.NoSuchProcess:
+            pass
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
