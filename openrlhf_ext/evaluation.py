@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -39,6 +39,23 @@ def evaluate_groups(
             subset = [group for group in groups if group.prompt.datasource == source]
             metrics |= _accuracy(subset, pass_at, correct_at, f"eval/{source}")
     return metrics
+
+
+def accuracy_by_prompt(groups: Sequence[RolloutGroup[P]], *, correct_at: float) -> dict[str, float]:
+    """Share of correct rollouts for each prompt id."""
+    return {g.prompt.prompt_id: float(np.mean([a >= correct_at for a in g.accuracies()])) for g in groups}
+
+
+def paired_gain(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[float, float]:
+    """Mean difference of accuracy over the prompts that both evaluations have, and its standard error.
+
+    Pairing removes how much prompts differ in difficulty, most of what an unpaired standard error consists of. NaN
+    without a common prompt; a standard error of 0 with a single one.
+    """
+    gains = [after[prompt_id] - before[prompt_id] for prompt_id in before if prompt_id in after]
+    if not gains:
+        return math.nan, math.nan
+    return float(np.mean(gains)), float(np.std(gains, ddof=1) / math.sqrt(len(gains))) if len(gains) > 1 else 0.0
 
 
 def _accuracy(

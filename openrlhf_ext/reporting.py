@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from tqdm import tqdm
 
+from openrlhf_ext.evaluation import paired_gain
 from openrlhf_ext.ledger import RolloutLedger
-from openrlhf_ext.run_dir import RunDirectory, read_metrics
+from openrlhf_ext.run_dir import RunDirectory, read_eval_prompts, read_metrics
 from openrlhf_ext.trackers import Tracker
 
 
@@ -67,7 +68,9 @@ class RunReporter:
         self._bar.set_postfix(shown, refresh=False)  # type: ignore[union-attr]
         self._bar.update(1)  # type: ignore[union-attr]
 
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, metrics: Mapping[str, float], by_prompt: Mapping[str, float]) -> None:
+        """One evaluation: its metrics, and the accuracy of every prompt for paired comparisons."""
+        self._run_dir.log_eval_prompts(step, by_prompt)
         self._accuracy = metrics.get("eval/accuracy")
         self._log("eval", step, metrics)
         self._describe()
@@ -97,7 +100,9 @@ class RunReporter:
             summary[f"accuracy_{when}"] = metrics.get("eval/accuracy")
             summary[f"accuracy_se_{when}"] = metrics.get("eval/accuracy_se")
             summary["eval_samples"] = metrics.get("eval/num_samples")
-        self._run_dir.write_json("summary.json", summary)
+        by_prompt = read_eval_prompts(self._run_dir.path)
+        gain, gain_se = paired_gain(by_prompt.get(0, {}), by_prompt.get(self._max_steps, {}))
+        self._run_dir.write_json("summary.json", {**summary, "accuracy_gain": gain, "accuracy_gain_se": gain_se})
 
     def _describe(self) -> None:
         if self._bar is not None:

@@ -1,13 +1,14 @@
 """The run directory: everything a run leaves behind, readable while it runs.
 
-================  ==================================================================================
-config.yaml       the resolved configuration, loadable as ``--config``; secrets masked
-metrics.jsonl     one JSON object per train step (``kind: train``) and evaluation (``kind: eval``)
-ledger.json       ``generated`` and ``fates``, whose values sum to it
-samples.jsonl     a few rollouts of every step, as text
-summary.json      the outcome, written at the end
-logs/             a link to Ray's worker logs
-================  ==================================================================================
+==================  ================================================================================
+config.yaml         the resolved configuration, loadable as ``--config``; without secrets
+metrics.jsonl       one JSON object per train step (``kind: train``) and evaluation (``kind: eval``)
+ledger.json         ``generated`` and ``fates``, whose values sum to it
+eval_prompts.jsonl  accuracy by prompt id, one line for each evaluation
+samples.jsonl       a few rollouts of every step, as text
+summary.json        the outcome, written at the end
+logs/               a link to Ray's worker logs
+==================  ================================================================================
 
 Figures go to TensorBoard and Weights & Biases as well when those are switched on (``trackers.py``).
 """
@@ -35,6 +36,9 @@ class RunDirectory:
         """Append one line to metrics.jsonl. Numbers that are not finite become null (JSON has none)."""
         self._append("metrics.jsonl", [{"kind": kind, "step": step, **metrics}])
 
+    def log_eval_prompts(self, step: int, accuracy: Mapping[str, float]) -> None:
+        self._append("eval_prompts.jsonl", [{"step": step, "accuracy": accuracy}])
+
     def log_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
         self._append("samples.jsonl", samples)
 
@@ -51,7 +55,7 @@ class RunDirectory:
 
     def forget_after(self, step: int) -> None:
         """Drop metric and sample lines of steps after ``step``: a resumed run does those again."""
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "eval_prompts.jsonl", "samples.jsonl"):
             file = self.path / name
             if file.exists():
                 lines = [line for line in file.read_text("utf-8").splitlines() if _step_of(line) <= step]
@@ -70,16 +74,23 @@ class RunDirectory:
 
 
 def read_metrics(run_dir: str | Path, kind: str | None = None) -> list[dict]:
-    """The lines of a run's metrics.jsonl, of one kind or all. A last line cut off by a kill is left out."""
+    """The lines of a run's metrics.jsonl, of one kind or all."""
+    return [row for row in _read(Path(run_dir) / "metrics.jsonl") if kind is None or row["kind"] == kind]
+
+
+def read_eval_prompts(run_dir: str | Path) -> dict[int, dict[str, float]]:
+    """Accuracy by prompt id for each evaluated step."""
+    return {row["step"]: row["accuracy"] for row in _read(Path(run_dir) / "eval_prompts.jsonl")}
+
+
+def _read(file: Path) -> list[dict]:
+    """The rows of a JSON Lines file; none without the file. A line cut off by a kill is left out."""
     rows = []
-    file = Path(run_dir) / "metrics.jsonl"
     for line in file.read_text("utf-8").splitlines() if file.exists() else []:
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-        if kind is None or row["kind"] == kind:
-            rows.append(row)
     return rows
 
 

@@ -7,8 +7,10 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 
 from openrlhf_ext.adapters import cpu_platform
 from openrlhf_ext.adapters.upstream import check_version
@@ -53,8 +55,25 @@ def _train(settings: Settings, files: Mapping[str, PromptFile], started: float) 
     try:
         _run_trainer(settings, files, started)
         return 0
+    except Exception as error:
+        print(f"error: {_message(error)}\n{_keep_traceback(settings)}", file=sys.stderr)
+        return 1
     finally:
         ray.shutdown()
+
+
+def _message(error: Exception) -> str:
+    """What went wrong, without the traceback of another process that Ray puts into its messages."""
+    cause = getattr(error, "cause", None) or error
+    return str(cause) if isinstance(cause, ValueError | RuntimeError) else f"{type(cause).__name__}: {cause}"
+
+
+def _keep_traceback(settings: Settings) -> str:
+    run_dir = Path(settings.ext.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = run_dir / "error.log"
+    file.write_text(traceback.format_exc(), encoding="utf-8")
+    return f"the traceback is in {file}, the output of the workers under {run_dir / 'logs'}"
 
 
 def _start_ray(settings: Settings) -> None:

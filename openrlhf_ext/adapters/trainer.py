@@ -25,7 +25,7 @@ from openrlhf_ext.adapters.data import load_prompts
 from openrlhf_ext.adapters.experience_maker import ExperienceMaker, plan_training, rank_windows
 from openrlhf_ext.adapters.generation import EnginePool, GroupGenerator, unify_info
 from openrlhf_ext.batching import Plan
-from openrlhf_ext.evaluation import evaluate_groups
+from openrlhf_ext.evaluation import accuracy_by_prompt, evaluate_groups
 from openrlhf_ext.groups import DEFAULT_TOLERANCE, group_metrics
 from openrlhf_ext.ledger import RolloutLedger
 from openrlhf_ext.prompts import PromptFile, PromptOrder
@@ -213,7 +213,7 @@ class Trainer(BasePPOTrainer):
             "budget/tokens_generated": budget["tokens"],
             "timing/eval": time.time() - started,
         }
-        self.reporter.evaluation(step, metrics)
+        self.reporter.evaluation(step, metrics, accuracy_by_prompt(groups, correct_at=self.ext.eval.correct_at))
         return metrics
 
     # -- what is written --

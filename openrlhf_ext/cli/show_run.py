@@ -23,6 +23,8 @@ class Measured(TypedDict, total=False):
     accuracy_after: float | None
     accuracy_se_before: float | None
     accuracy_se_after: float | None
+    accuracy_gain: float | None
+    accuracy_gain_se: float | None
     eval_samples: int
 
 
@@ -33,8 +35,10 @@ class Summary(Measured):
     steps: int
     rollouts_generated: int
     tokens_generated: int
+    startup_s: float
     wall_s: float
     train_wall_s: float
+    step_seconds_median: dict[str, float]
 
 
 class Ledger(TypedDict):
@@ -71,8 +75,9 @@ def learned_lines(summary: Summary) -> list[str]:
         f"accuracy before           {_with_error(before, summary.get('accuracy_se_before'))}",
         f"accuracy after            {_with_error(after, summary.get('accuracy_se_after'))}",
     ]
-    if before is not None and after is not None:
-        lines.append(f"change                    {after - before:+.3f}")
+    if summary.get("accuracy_gain") is not None:
+        gain = f"{summary['accuracy_gain']:+.3f} +- {summary['accuracy_gain_se']:.3f}"
+        lines.append(f"gain, prompt by prompt    {gain}")
     return lines
 
 
@@ -85,10 +90,15 @@ def _with_error(value: float | None, error: float | None) -> str:
 def spent_lines(summary: Summary, ledger: Ledger) -> list[str]:
     """Steps, seconds, tokens and rollouts, then the share of the rollouts that went to each place."""
     generated = ledger["generated"]
-    seconds = f"{summary['wall_s']:.0f}, of which training {summary['train_wall_s']:.0f}"
+    seconds = (
+        f"{summary['wall_s']:.0f}, of which start {summary['startup_s']:.0f}, steps {summary['train_wall_s']:.0f}"
+    )
+    phases = summary["step_seconds_median"]
+    split = ", ".join(f"{name} {value:.2f}" for name, value in phases.items() if name != "step_total")
     return [
         f"train steps               {summary['steps']}",
         f"seconds                   {seconds}",
+        f"seconds a step (median)   {phases.get('step_total', 0.0):.2f}: {split}",
         f"tokens generated          {summary['tokens_generated']:,}",
         f"rollouts generated        {generated:,}",
         *(f"  {fate:<24}{count:,} ({count / generated:.1%})" for fate, count in ledger["fates"].items() if count),

@@ -25,7 +25,7 @@ def test_a_verifier_that_always_raises_ends_the_run_with_its_error(
     assert command.alive() == []
 
 
-def test_the_death_of_the_only_engine_ends_the_run_with_its_name(start: Callable[..., Command], tmp_path: Path) -> None:
+def test_the_death_of_the_only_engine_ends_the_run(start: Callable[..., Command], tmp_path: Path) -> None:
     command = start("grpo", tmp_path / "run", *("--ext.eval.at_start", "false", "--ext.max_steps", "1000"))
     metrics = command.run_dir / "metrics.jsonl"
     command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, 300, "a step is done")

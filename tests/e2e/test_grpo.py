@@ -92,9 +92,7 @@ def test_evaluations_before_and_after_are_in_metrics_and_summary(finished: Comma
     assert set(parts) == {"generation", "make_experience", "ppo_train", "broadcast", "other", "step_total"}
 
 
-def test_samples_belong_to_the_prompts_and_their_rewards_are_the_verifiers(
-    finished: Command, countdown: Path
-) -> None:
+def test_samples_belong_to_the_prompts_and_their_rewards_are_the_verifiers(finished: Command, countdown: Path) -> None:
     rows = {row["id"]: row for row in map(json.loads, (countdown / "train.jsonl").read_text().splitlines())}
     lines = samples(finished)
     assert len(lines) == STEPS * PROMPTS * GROUP

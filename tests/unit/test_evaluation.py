@@ -1,7 +1,9 @@
+import math
+
 import pytest
 from test_groups import make_group
 
-from openrlhf_ext.evaluation import evaluate_groups, pass_at_k
+from openrlhf_ext.evaluation import accuracy_by_prompt, evaluate_groups, paired_gain, pass_at_k
 
 
 def test_pass_at_k_oracle():
@@ -34,3 +36,16 @@ def test_standard_error_is_over_prompts():
 
 def test_nothing_to_evaluate_gives_no_accuracy():
     assert evaluate_groups([], pass_at=(1,), correct_at=1.0) == {"eval/num_prompts": 0}
+
+
+def test_paired_gain_is_over_common_prompts_and_leaves_out_their_difficulty():
+    # Differences 0.25 and 0.5: mean 0.375, sample std 0.25 / sqrt(2), over sqrt(2) prompts = 0.125.
+    gain, error = paired_gain({"easy": 0.5, "hard": 0.0, "gone": 1.0}, {"easy": 0.75, "hard": 0.5, "new": 0.0})
+    assert gain == pytest.approx(0.375)
+    assert error == pytest.approx(0.125)
+    assert all(math.isnan(value) for value in paired_gain({}, {"new": 0.0}))
+
+
+def test_accuracy_by_prompt_counts_correct_rollouts():
+    groups = [make_group([1, 0, 0, 0], prompt_id="a"), make_group([0.1] * 4, [0] * 4, prompt_id="b")]
+    assert accuracy_by_prompt(groups, correct_at=1.0) == {"a": 0.25, "b": 0.0}

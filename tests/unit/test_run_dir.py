@@ -1,7 +1,7 @@
 import json
 import math
 
-from openrlhf_ext.run_dir import RunDirectory, read_metrics
+from openrlhf_ext.run_dir import RunDirectory, read_eval_prompts, read_metrics
 
 
 def test_every_line_is_json_even_with_numbers_that_are_not_finite_and_broken_text(tmp_path):
@@ -40,3 +40,13 @@ def test_whole_files_are_replaced_and_leave_no_temporary_file(tmp_path):
     run.write_json("ledger.json", {"generated": 2})
     assert json.loads((tmp_path / "ledger.json").read_text()) == {"generated": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.json"]
+
+
+def test_accuracies_by_prompt_come_back_by_step(tmp_path):
+    run = RunDirectory(tmp_path)
+    assert read_eval_prompts(run.path) == {}
+    run.log_eval_prompts(0, {"a": 0.25})
+    run.log_eval_prompts(50, {"a": 0.5})
+    assert read_eval_prompts(run.path) == {0: {"a": 0.25}, 50: {"a": 0.5}}
+    run.forget_after(10)
+    assert list(read_eval_prompts(run.path)) == [0]

@@ -14,11 +14,15 @@ SUMMARY = {
     "accuracy_after": 0.5,
     "accuracy_se_before": 0.02,
     "accuracy_se_after": 0.03,
+    "accuracy_gain": 0.25,
+    "accuracy_gain_se": 0.0125,
     "eval_samples": 512,
     "rollouts_generated": 4000,
     "tokens_generated": 56789,
+    "startup_s": 29.6,
     "wall_s": 120.4,
     "train_wall_s": 61.0,
+    "step_seconds_median": {"generation": 0.2, "ppo_train": 0.3, "step_total": 0.5},
 }
 LEDGER = {"generated": 4000, "fates": {"trained_fresh": 3000, "filtered_zero_variance": 1000, "surplus": 0}}
 
@@ -40,10 +44,11 @@ def test_table_shows_learning_cost_and_where_rollouts_went(tmp_path: Path, capsy
         "evaluation samples 512",
         "accuracy before 0.250 +- 0.020",
         "accuracy after 0.500 +- 0.030",
-        "change +0.250",
+        "gain, prompt by prompt +0.250 +- 0.013",
         "",
         "train steps 30",
-        "seconds 120, of which training 61",
+        "seconds 120, of which start 30, steps 61",
+        "seconds a step (median) 0.50: generation 0.20, ppo_train 0.30",
         "tokens generated 56,789",
         "rollouts generated 4,000",
         "trained_fresh 3,000 (75.0%)",  # 3000 / 4000
