@@ -57,6 +57,10 @@ class WindowedTraining:
     A subclass sets ``_engine`` (the DeepSpeed engine), ``_schedule`` and ``_train_micro_batch``.
     """
 
+    def skip_train_step(self) -> None:
+        """A train step without rows: only the learning rate moves on."""
+        self._schedule.finish_train_step()
+
     def set_windows(self, windows: list[list]) -> None:
         """Take this rank's micro-batches of the next train step: ``windows[optimizer_step][micro_batch]``."""
         self._windows = windows
@@ -70,6 +74,8 @@ class WindowedTraining:
             step = 0
             for window in self._windows:
                 info = self._loss_norm(window)
+                # Upstream's EMA counts micro-batches to find the optimizer steps.
+                self.strategy.accumulated_gradient, self.strategy.time_steps["ema"] = len(window), 0
                 for i, micro_batch in enumerate(window):
                     self._engine.set_gradient_accumulation_boundary(i == len(window) - 1)
                     micro_batch.to_device(torch.cuda.current_device())
@@ -179,7 +185,12 @@ class PolicyTrainer(upstream_actor.ActorPPOTrainer):
                 engine.receive_weights.remote([name for name, _ in named], shapes, flat.dtype)
                 for engine in self.vllm_engines
             ]
-            self._weight_group.broadcast(flat)
+            try:
+                self._weight_group.broadcast(flat)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the weights did not reach every vLLM engine; most likely one has died ({error})"
+                ) from None
             ray.get(refs)
         dist.barrier()
 
@@ -196,6 +207,13 @@ class PolicyActor(WindowedTraining, plain(upstream_actor.PolicyModelActor)):
         self._engine = self.actor.model
         self._schedule = TrainStepSchedule(self.actor_scheduler, strategy.optimizer_steps_per_train_step)
         self._engine.lr_scheduler = self.actor_scheduler = self.trainer.actor_scheduler = self._schedule
+
+    def use_engines(self, engines: list) -> None:
+        """Send weights to these engines only from now on (one of the others has died)."""
+        self.vllm_engines = self.trainer.vllm_engines = engines
+        self.strategy.args.vllm.num_engines = len(engines)
+        if dist.get_rank() == 0 and not self.trainer.use_cuda_ipc:
+            self.trainer._init_vllm_sync_group(self.strategy.args.vllm.sync_backend)
 
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
         self._kl_ctl = kl_ctl

@@ -33,6 +33,7 @@ class EngineActor(plain(RolloutRayActor)):
             # per process there is nothing to bind, and the process costs its imports and a hop per token.
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             kwargs["worker_extension_cls"] = cpu_platform.WORKER_EXTENSION
+            kwargs["enable_sleep_mode"] = False  # refused on CPU; going to sleep is then ignored
         await super().__init__(*args, **kwargs)
 
     def configure(self, strategy, reward: RewardConfig) -> None:
@@ -89,6 +90,10 @@ class EngineActor(plain(RolloutRayActor)):
         if late:
             return responses, "deadline"
         return responses, None
+
+    async def check_health(self) -> None:
+        """Raises vLLM's EngineDeadError when the engine's process has died."""
+        await self.llm.check_health()
 
     async def receive_weights(self, names, shapes, dtype) -> None:
         """CPU: receive all parameters in one broadcast (see ``cpu_platform.CpuWorkerExtension``)."""

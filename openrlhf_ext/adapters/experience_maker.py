@@ -72,7 +72,8 @@ class ExperienceMaker(RemoteExperienceMaker):
         """Upstream's, then exactly zero for groups whose raw rewards do not differ.
 
         Upstream divides by ``std + 1e-9``, which turns rounding noise of equal rewards into advantages near one. The
-        test reads the rewards before length penalties are added to them.
+        test reads the rewards before length penalties are added to them. A KL penalty in the reward goes with it
+        (``--algo.kl.use_loss`` keeps it in the loss).
         """
         group_size = self.args.rollout.n_samples_per_prompt
         effective = None
@@ -111,5 +112,12 @@ def rank_windows(plan: Plan, rank: int, rows: list[Experience]) -> list[list[Exp
 
 def _collate(batch: list[int], rows: list[Experience]) -> Experience:
     if batch == [PAD]:
-        return make_experience_batch([replace(rows[0], action_mask=torch.zeros_like(rows[0].action_mask))])
-    return make_experience_batch([rows[i] for i in batch])
+        items = [replace(rows[0], action_mask=torch.zeros_like(rows[0].action_mask))]
+    else:
+        items = [rows[i] for i in batch]
+    experience = make_experience_batch(items)
+    # One tensor a metric, as training_step makes of it: pickled one by one, a thousand numbers take a tenth of a second.
+    for key, values in experience.info.items():
+        if isinstance(values, list):
+            experience.info[key] = torch.stack(values).float().flatten()
+    return experience

@@ -16,7 +16,7 @@ import ray
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from openrlhf_ext.adapters.engine import FAILURE_KEY
 from openrlhf_ext.config import ExtConfig
@@ -42,6 +42,14 @@ class EnginePool:
     def all(self, method: str, *args) -> list:
         """Call a method on every engine and wait."""
         return ray.get([getattr(engine, method).remote(*args) for engine in self.engines])
+
+    def leave_out_the_dead(self) -> None:
+        """Ask every engine for its health. Raises RuntimeError when none is left."""
+        for engine, ref in [(engine, engine.check_health.remote()) for engine in self.engines]:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                self.lost(engine, error)
 
     def wake(self) -> None:
         if self._sleeps:
@@ -145,8 +153,8 @@ class GroupGenerator:
         except RayActorError as error:
             self._pool.lost(engine, error)
             return _failed(request, "engine_error", f"engine died: {_first_line(error)}", [])
-        except ray.exceptions.RayTaskError as error:
-            return _failed(request, "engine_error", str(error.cause or error), [])
+        except RayError as error:
+            return _failed(request, "engine_error", _first_line(getattr(error, "cause", None) or error), [])
         if problem == "deadline":
             detail = f"{request.num_rollouts - len(responses)} of {request.num_rollouts} rollouts unfinished"
             return _failed(request, "deadline", f"{detail} after {self._ext.rollout.deadline_s:g} s", responses)

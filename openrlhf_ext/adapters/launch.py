@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -96,6 +97,7 @@ def _start_ray(settings: Settings) -> None:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         resources = {}
+    stop = signal.getsignal(signal.SIGTERM)
     ray.init(
         address=address or "local",
         include_dashboard=False if not address else None,
@@ -104,6 +106,7 @@ def _start_ray(settings: Settings) -> None:
         runtime_env=runtime_env,
         **resources,
     )
+    signal.signal(signal.SIGTERM, stop)  # Ray's own handler prints its stack and exits with 1
 
 
 def _num_gpus(args) -> int:

@@ -15,6 +15,8 @@ from openrlhf_ext.adapters.engine import EngineActor
 from openrlhf_ext.config import ExtConfig
 from openrlhf_ext.settings import Settings
 
+_MAX_GROUPS_IN_ENGINE = 100_000
+
 # Colocated models share a GPU; upstream gives each this fraction.
 _SHARED_FRACTION = 0.2
 
@@ -125,7 +127,8 @@ def create_models(args) -> Models:
 def create_engines(args, ext: ExtConfig, shared: PlacementGroup | None) -> list:
     """Start the vLLM engines. Returns at once; the engines load in the background."""
     # create_vllm_engines looks its actor class up by this name.
-    vllm_engine.RolloutRayActor = ray.remote(EngineActor)
+    # All groups of a step wait in the engine, not in Ray's queue, where their deadline would not have started.
+    vllm_engine.RolloutRayActor = ray.remote(max_concurrency=_MAX_GROUPS_IN_ENGINE)(EngineActor)
     wants_log_probs = ext.rollout.log_probs or args.algo.advantage.is_correction_level != "off"
     return vllm_engine.create_vllm_engines(
         args.vllm.num_engines,

@@ -167,14 +167,24 @@ class Trainer(BasePPOTrainer):
     def _hand_out(self, plan: Plan, rows: list[Experience]) -> None:
         """Give every rank its windows; ranks of one ring or tensor-parallel group get the same."""
         refs = []
-        groups = [self.actor_model_group] + ([self.critic_model_group] if self.critic_model_group else [])
         for rank in range(self.num_ranks):
             windows = ray.put(rank_windows(plan, rank, rows))
-            refs += [actor.set_windows.remote(windows) for group in groups for actor in group.actors_of_rank(rank)]
+            refs += [
+                actor.set_windows.remote(windows)
+                for group in self._trained_groups()
+                for actor in group.actors_of_rank(rank)
+            ]
         ray.get(refs)
+
+    def _trained_groups(self) -> list:
+        return [group for group in (self.actor_model_group, self.critic_model_group) if group is not None]
 
     def broadcast_to_vllm(self) -> None:
         """Upstream's sync, then a prefix-cache reset: no later request may read keys of the old weights."""
+        self.pool.leave_out_the_dead()
+        if len(self.pool.engines) < len(self.vllm_engines):
+            self.vllm_engines = list(self.pool.engines)
+            ray.get(self.actor_model_group.async_run_method("use_engines", self.vllm_engines))
         super().broadcast_to_vllm()
         if self.args.vllm.enable_prefix_caching:
             self.pool.all("reset_prefix_cache")
@@ -190,6 +200,7 @@ class Trainer(BasePPOTrainer):
                 "(or --ext.groups.ineffective keep)"
             )
         logger.warning("nothing to train in this step (%d prompts)", sampled.num_prompts)
+        ray.get([ref for group in self._trained_groups() for ref in group.async_run_method("skip_train_step")])
         return {"train/num_rows": 0, "train/num_optimizer_steps": 0}
 
     # -- evaluation --

@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from openrlhf_ext.adapters.cpu_platform import CpuWorkerExtension, WeightGroup, process_env
 
 pytestmark = pytest.mark.contract
 
@@ -38,10 +44,6 @@ value = torch.ones(2)
 dist.all_reduce(value, group=mesh["dp"].get_group())
 dist.destroy_process_group()
 
-from openrlhf.trainer.ppo_utils import NaiveReplayBuffer  # makes a torch.device in its constructor
-
-assert NaiveReplayBuffer(1).target_device == torch.device("cuda", 0)
-
 from flash_attn.bert_padding import pad_input
 
 try:
@@ -69,46 +71,6 @@ assert "flash_attn" not in sys.modules, "stubbed"
 """
 
 
-WEIGHTS_ARRIVE = """
-import sys, threading
-import torch
-from openrlhf_ext.adapters.cpu_platform import CpuWorkerExtension, WeightGroup
-
-sender = WeightGroup("127.0.0.1", 0, rank=0, world_size=2)
-weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([7.0])}
-
-
-class Runner:
-    def reload_weights(self, weights_iterator):
-        self.loaded = dict(weights_iterator)
-
-
-class Worker(CpuWorkerExtension):
-    model_runner = Runner()
-
-
-import torch.distributed as dist
-
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-worker = Worker()
-
-
-def receive():
-    worker.init_process_group("127.0.0.1", sender.port, 1, 2, "group")
-    worker.receive_weights(list(weights), [tuple(w.shape) for w in weights.values()], torch.float32)
-
-
-thread = threading.Thread(target=receive)
-thread.start()
-sender.connect()
-sender.broadcast(torch.cat([w.flatten() for w in weights.values()]))
-thread.join()
-assert list(worker.model_runner.loaded) == ["a", "b"]
-assert all(torch.equal(worker.model_runner.loaded[name], weights[name]) for name in weights)
-dist.destroy_process_group()
-"""
-
-
 def run(code: str, *arguments: str) -> None:
     """Run ``code`` in a process that sees no GPU."""
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -126,13 +88,57 @@ def test_nothing_is_patched_where_a_gpu_is_visible() -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("3", "3")])
 def test_a_users_own_settings_win(given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from openrlhf_ext.adapters.cpu_platform import process_env
-
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert process_env()["OMP_NUM_THREADS"] == expected
 
 
-def test_weights_arrive_by_name_and_shape_over_a_gloo_group(tmp_path: Path) -> None:
-    run(WEIGHTS_ARRIVE, str(tmp_path / "store"))
+class Model(torch.nn.Module):
+    """A model with an output layer that is tied to its embedding; says when that is packed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Module()
+        self.head.quant_method = object.__new__(TiedHead)
+        self.head.packed_after: list[dict] = []
+
+
+class TiedHead(UnquantizedEmbeddingMethod):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.packed_after.append(layer.loaded)
+
+
+class ModelRunner:
+    def __init__(self) -> None:
+        self.model = Model()
+
+    def get_model(self) -> Model:
+        return self.model
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.model.head.loaded = dict(weights_iterator)
+
+
+def test_weights_arrive_by_name_and_shape_and_the_tied_output_layer_is_packed_after_them(one_rank_world: None) -> None:
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([7.0])}
+    sender = WeightGroup("127.0.0.1", 0, rank=0, world_size=2)
+    worker = CpuWorkerExtension()
+    worker.model_runner = ModelRunner()
+
+    def receive() -> None:
+        worker.init_process_group("127.0.0.1", sender.port, 1, 2, "group")
+        worker.receive_weights(list(weights), [tuple(weight.shape) for weight in weights.values()], torch.float32)
+
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receive)
+        sender.connect()
+        sender.broadcast(torch.cat([weight.flatten() for weight in weights.values()]))
+        received.result()
+    (loaded,) = worker.model_runner.model.head.packed_after
+    assert list(loaded) == ["a", "b"] and all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def test_weights_through_ray_are_refused_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match="--vllm.sync_with_ray"):
+        CpuWorkerExtension().init_process_group("127.0.0.1", 1, 1, 2, "group", use_ray=True)

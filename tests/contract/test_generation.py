@@ -269,13 +269,11 @@ def test_unusable_log_probabilities_are_an_engine_error_unless_nobody_asked_for_
 
 def test_unified_info_has_the_same_keys_in_the_same_order_and_zero_where_there_was_none() -> None:
     rows = [
-        Experience(info={"reward": torch.tensor([1.0]), "format": torch.tensor([True])}),
-        Experience(info={"extra": torch.tensor([2]), "reward": torch.tensor([0.5])}),
+        Experience(info={key: torch.tensor([1.0]) for key in ("reward", "d", "b")}),
+        Experience(info={"extra": torch.tensor([2]), "c": torch.tensor([True]), "reward": torch.tensor([0.5])}),
     ]
     unify_info(rows)
-    assert [list(row.info) for row in rows] == [["extra", "format", "reward"]] * 2
-    assert [{key: value.tolist() for key, value in row.info.items()} for row in rows] == [
-        {"extra": [0.0], "format": [1.0], "reward": [1.0]},
-        {"extra": [2.0], "format": [0.0], "reward": [0.5]},
-    ]
+    assert [list(row.info) for row in rows] == [["b", "c", "d", "extra", "reward"]] * 2
+    values = [[value.item() for value in row.info.values()] for row in rows]
+    assert values == [[1.0, 0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 2.0, 0.5]]
     assert {value.dtype for row in rows for value in row.info.values()} == {torch.float32}

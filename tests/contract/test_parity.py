@@ -114,15 +114,17 @@ def test_gae_advantages_are_left_alone_by_groups() -> None:
     assert_equal(ours, maker(args, ours=False).make_experience_batch(recorded_samples(rewards)))
 
 
+@pytest.mark.parametrize("estimator", ["group_norm", "reinforce_baseline"])
 @pytest.mark.parametrize(("num_groups", "num_ranks"), [(5, 1), (5, 3), (1, 1), (1, 16)])
-def test_awkward_numbers_of_groups_keep_order_and_advantages(num_groups: int, num_ranks: int) -> None:
-    args, rewards = upstream_args(), mixed_rewards(num_groups)
+def test_awkward_numbers_of_groups_keep_order_and_advantages(num_groups: int, num_ranks: int, estimator: str) -> None:
+    # With 16 ranks for 8 rows half of the forward passes are filled in; whitening would show if they were kept.
+    args, rewards = upstream_args(estimator), mixed_rewards(num_groups)
     ours = maker(args, ours=True, num_ranks=num_ranks).make_rows(recorded_samples(rewards))
     theirs = upstream_rows(maker(args, ours=False).make_experience_batch(recorded_samples(rewards)))
     assert len(ours) == 8 * num_groups
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine.sequences, other.sequences)
-        assert torch.equal(mine.advantages, other.advantages)
+        torch.testing.assert_close(mine.advantages, other.advantages, atol=1e-6, rtol=0)
 
 
 # -- loss and gradient --

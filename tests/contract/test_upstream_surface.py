@@ -22,6 +22,9 @@ TRAINER = "openrlhf.trainer.ppo_trainer"
 MAKER = "openrlhf.trainer.ppo_utils.experience_maker"
 EXPERIENCE = "openrlhf.trainer.ppo_utils.experience"
 SAMPLES = "openrlhf.trainer.ppo_utils.samples_generator"
+ACTOR_STEP = f"{ACTOR}:ActorPPOTrainer.training_step"
+EXECUTOR = "openrlhf.utils.agent:SingleTurnAgentExecutor"
+HEAD = "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod"
 ENGINES_PARAMETERS = (
     "num_engines tensor_parallel_size pretrain seed full_determinism enable_prefix_caching enforce_eager max_model_len"
     " shared_pg gpu_memory_utilization vllm_enable_sleep logprobs_mode agent_func_path remote_rm_url"
@@ -40,7 +43,7 @@ SIGNATURES = {
     f"{ACTOR}:PolicyModelActor.save_model": "",
     f"{ACTOR}:ActorPPOTrainer._init_vllm_sync_group": "backend",
     f"{ACTOR}:ActorPPOTrainer.broadcast_to_vllm": "",
-    f"{ACTOR}:ActorPPOTrainer.training_step": "experience kl_ctl step loss_batch_info",
+    ACTOR_STEP: "experience kl_ctl step loss_batch_info",
     f"{CRITIC}:CriticModelActor.init_model_from_pretrained": "strategy pretrain max_steps",
     f"{CRITIC}:CriticModelActor.fit": "",
     f"{CRITIC}:CriticPPOTrainer.training_step": "experience step loss_batch_info",
@@ -77,16 +80,17 @@ SIGNATURES = {
     f"{ENGINE}:RolloutRayActor.reset_prefix_cache": "",
     f"{ENGINE}:RolloutRayActor.sleep": "level",
     f"{ENGINE}:RolloutRayActor.wake_up": "tags",
-    "openrlhf.utils.agent:SingleTurnAgentExecutor": "remote_rm_url",
-    "openrlhf.utils.agent:SingleTurnAgentExecutor.execute": (
-        "prompt label sampling_params max_length hf_tokenizer llm_engine images"
-    ),
+    EXECUTOR: "remote_rm_url",
+    f"{EXECUTOR}.execute": ("prompt label sampling_params max_length hf_tokenizer llm_engine images"),
     "vllm:SamplingParams.clone": "",
     "vllm:AsyncLLMEngine.collective_rpc": "method timeout args kwargs",
+    "ray.actor:exit_actor": "",
     # adapters/cpu_platform.py
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": (
         "weights_iterator weights_path is_checkpoint_format"
     ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "",
+    f"{HEAD}.process_weights_after_loading": "layer",
     # adapters/experience_maker.py
     f"{MAKER}:RemoteExperienceMaker": (
         "actor_model_group critic_model_group reward_model_group initial_model_group kl_controller strategy tokenizer"
@@ -144,11 +148,11 @@ SOURCE = {
         "self._init_vllm_sync_group(backend)",
     ),
     "the actor's trainer reads the optimizer boundary from its buffer": (
-        f"{ACTOR}:ActorPPOTrainer.training_step",
+        ACTOR_STEP,
         "if self.replay_buffer.dynamic_optimizer_step[step]:",
     ),
     "the actor's trainer reads the loss scale from its buffer": (
-        f"{ACTOR}:ActorPPOTrainer.training_step",
+        ACTOR_STEP,
         "self.replay_buffer.dynamic_sample_loss_scale[step]",
     ),
     "the critic's trainer reads the optimizer boundary from its buffer": (
@@ -156,10 +160,10 @@ SOURCE = {
         "if self.replay_buffer.dynamic_optimizer_step[step]:",
     ),
     "the actor's trainer reports the learning rate of its schedule": (
-        f"{ACTOR}:ActorPPOTrainer.training_step",
+        ACTOR_STEP,
         "self.actor_scheduler.get_last_lr()",
     ),
-    "given loss counts are used as they are": (f"{ACTOR}:ActorPPOTrainer.training_step", "**loss_batch_info"),
+    "given loss counts are used as they are": (ACTOR_STEP, "**loss_batch_info"),
     "engines are created from a name of their module": (
         f"{ENGINE}:create_vllm_engines",
         "vllm_engines.append(\n            RolloutRayActor.options(",
@@ -173,13 +177,10 @@ SOURCE = {
         "async for request_output in generator",
     ),
     "the executor calls the reward function that it holds": (
-        "openrlhf.utils.agent:SingleTurnAgentExecutor._fetch_rewards_via_func",
+        f"{EXECUTOR}._fetch_rewards_via_func",
         "self.reward_func,",
     ),
-    "the executor keeps the reward files": (
-        "openrlhf.utils.agent:SingleTurnAgentExecutor.__init__",
-        "self.reward_endpoints =",
-    ),
+    "the executor keeps the reward files": (f"{EXECUTOR}.__init__", "self.reward_endpoints ="),
     "a response is made into an experience without the generator": (
         f"{SAMPLES}:SamplesGenerator._process_response_into_experience",
         'generate_kwargs.get("max_len"',
@@ -272,8 +273,15 @@ def test_vllm_takes_the_sampling_settings_and_returns_final_outputs_only() -> No
     assert {name: getattr(params.clone(), name) for name in settings} == settings and params.output_kind is kind
 
 
+@pytest.mark.parametrize("name", ["ShareMemCommBuilder", "FusedAdamBuilder"])
+def test_deepspeed_compiles_for_a_cpu_what_the_installation_builds(name: str) -> None:
+    accelerator = find("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator")()
+    assert accelerator.get_op_builder(name).__name__ == name  # an unknown name gives a builder that raises
+
+
 @pytest.mark.parametrize("name", ["ActorDiedError", "ActorUnavailableError", "RayActorError"])
 def test_a_dead_engine_raises_what_the_controller_catches(name: str) -> None:
+    assert issubclass(find("vllm.v1.engine.exceptions:EngineDeadError"), Exception)  # what ends the engine actor
     assert issubclass(find(f"ray.exceptions:{name}"), find("ray.exceptions:RayActorError"))
     assert not issubclass(find(f"ray.exceptions:{name}"), find("ray.exceptions:RayTaskError"))
 

@@ -1,6 +1,6 @@
-"""One of two processes of a gloo group: trains recorded rollouts and saves what came out. Run by the tests.
+"""Two processes of a gloo group train recorded rollouts and save what came out, as FOLDER/RANK.pt. Run by the tests.
 
-Usage: python two_ranks.py RANK FOLDER
+Usage: python two_ranks.py FOLDER
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from recorded import (  # noqa: E402
     train_upstream,
     upstream_args,
 )
+from torch.multiprocessing import start_processes  # noqa: E402
 
 from openrlhf_ext.adapters.actors import _reduce  # noqa: E402
 from openrlhf_ext.adapters.generation import unify_info  # noqa: E402
@@ -62,7 +63,7 @@ def mixed_info(args) -> dict[str, float]:
     return train(policy_actor(args), copies(maker(args, ours=True).make_rows(samples))[:7], args)
 
 
-def main(rank: int, folder: Path) -> None:
+def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
@@ -84,4 +85,5 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    # Forked, so that the imports are paid once.
+    start_processes(run_rank, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

@@ -67,10 +67,6 @@ class Command:
         self._watch()
         return [process for process in self.alive() if name in _title(process)]
 
-    def names_seen(self) -> str:
-        """Titles of all processes seen so far, while they run; for asserting that a test watched the right ones."""
-        return "\n".join(_title(process) for process in self.alive())
-
     def alive(self) -> list[psutil.Process]:
         """Processes of this run that still exist, zombies apart."""
         return [p for p in self._seen if p.is_running() and _status(p) != psutil.STATUS_ZOMBIE]

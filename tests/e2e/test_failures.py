@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from command import Command
+
+
+def error_line(command: Command) -> str:
+    (line,) = (line for line in command.output.splitlines() if line.startswith("error: "))
+    return line
 
 
 def test_a_verifier_that_always_raises_ends_the_run_with_its_error(
@@ -19,20 +26,28 @@ def test_a_verifier_that_always_raises_ends_the_run_with_its_error(
         *("--reward.remote_url", str(reward), "--ext.eval.at_start", "false", "--ext.max_steps", "2"),
     )
     assert command.wait(300) == 1, command.output[-4000:]
-    last = command.output.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: step 1: ") and "The verifier works on no prompt" in last
-    assert f"{reward} raised TypeError: list indices must be integers or slices, not str (broken.py:2)" in last
+    message = error_line(command)
+    assert message.startswith("error: step 1: ") and "The verifier works on no prompt" in message
+    assert f"{reward} raised TypeError: list indices must be integers or slices, not str (broken.py:2)" in message
+    assert "Traceback" in (command.run_dir / "error.log").read_text() and "Traceback" not in command.output
     assert command.alive() == []
 
 
-def test_the_death_of_the_only_engine_ends_the_run(start: Callable[..., Command], tmp_path: Path) -> None:
-    command = start("grpo", tmp_path / "run", *("--ext.eval.at_start", "false", "--ext.max_steps", "1000"))
+@pytest.mark.parametrize("epochs", [1, 100], ids=["while it generates", "while the actor trains"])
+def test_the_death_of_the_only_engine_ends_the_run(epochs: int, start: Callable[..., Command], tmp_path: Path) -> None:
+    # 100 passes over a batch take far longer than its generation, so the kill falls into them.
+    command = start(
+        "grpo",
+        tmp_path / "run",
+        *("--train.max_epochs", str(epochs), "--ext.eval.at_start", "false", "--ext.max_steps", "1000"),
+    )
     metrics = command.run_dir / "metrics.jsonl"
     command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, 300, "a step is done")
     (engine,) = command.descendants("EngineCore")
+    time.sleep(0.0 if epochs == 1 else 3.0)
     engine.kill()
     assert command.wait(90) == 1, command.output[-4000:]
-    assert "vLLM engine" in command.output.strip().splitlines()[-1]
+    assert "vLLM engine" in error_line(command)
     assert command.alive() == []
 
 
