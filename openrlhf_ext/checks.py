@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from openrlhf_ext.config import ExtConfig
 from openrlhf_ext.prompts import PromptFile, read_prompts
+from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.settings import Settings, looks_local
 
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
@@ -30,6 +31,17 @@ def check(settings: Settings) -> None:
     _check_evaluation(args, ext)
     _check_files(args)
     _check_run_dir(args, ext)
+
+
+def check_reward_file(settings: Settings) -> None:
+    """Loads the reward file as the engines will, in a process of its own.
+
+    Raises:
+        ValueError: the file cannot be imported or defines no reward_func, with its error and line.
+    """
+    path = str(settings.flat["reward.remote_url"] or "")
+    if path.endswith(".py") and settings.ext.reward.deadline_s > 0:
+        RewardPool(path, settings.ext.reward.deadline_s, workers=1).close()
 
 
 def read_prompt_files(settings: Settings) -> dict[str, PromptFile]:
@@ -71,10 +83,12 @@ def _check_required(args: SimpleNamespace) -> None:
         raise ValueError(
             f"--vllm.num_engines must be at least 1, got {args.vllm.num_engines}; rollouts come from vLLM engines"
         )
-    if not (args.reward.remote_url or args.reward.model_name_or_path or args.train.agent_func_path):
+    if not (args.reward.remote_url or args.train.agent_func_path):
+        model = args.reward.model_name_or_path
         raise ValueError(
-            "nothing gives rewards; set --reward.remote_url to a .py file with reward_func "
-            "(or --train.agent_func_path, or --reward.model_name_or_path)"
+            ("a reward model (--reward.model_name_or_path) is not supported: " if model else "nothing gives rewards: ")
+            + "rewards are verified when a rollout is generated; set --reward.remote_url to a .py file with reward_func "
+            "(or a server's address), or --train.agent_func_path"
         )
 
 
@@ -197,11 +211,6 @@ def _check_template(args: SimpleNamespace) -> None:
 def _check_evaluation(args: SimpleNamespace, ext: ExtConfig) -> None:
     if not args.eval.dataset:
         return
-    if not (args.reward.remote_url or args.train.agent_func_path):
-        raise ValueError(
-            "--eval.dataset needs a verifier; set --reward.remote_url to a .py file with reward_func, or "
-            "--train.agent_func_path"
-        )
     samples, largest = args.eval.n_samples_per_prompt, max(ext.eval.pass_at)
     if samples < largest:
         kept = " ".join(str(k) for k in ext.eval.pass_at if k <= samples) or "1"

@@ -116,7 +116,7 @@ def _collate(batch: list[int], rows: list[Experience]) -> Experience:
     else:
         items = [rows[i] for i in batch]
     experience = make_experience_batch(items)
-    # One tensor a metric, as training_step makes of it: pickled one by one, a thousand numbers take a tenth of a second.
+    # One tensor a metric, as training_step makes of it: pickling a thousand single numbers takes a tenth of a second.
     for key, values in experience.info.items():
         if isinstance(values, list):
             experience.info[key] = torch.stack(values).float().flatten()

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from openrlhf_ext.adapters.upstream_cli import build_parser, nest, validate
-from openrlhf_ext.checks import check, read_prompt_files
+from openrlhf_ext.checks import check, check_reward_file, read_prompt_files
 from openrlhf_ext.settings import Settings, dump_settings, help_text, refuse, resolve
 
 
@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = _settings(sys.argv[1:] if argv is None else argv)
         if settings is None:
             return 0
+        check_reward_file(settings)
         files = read_prompt_files(settings)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from openrlhf_ext.checks import check, read_prompt_files
+from openrlhf_ext.checks import check, check_reward_file, read_prompt_files
 from openrlhf_ext.config import DapoConfig, DataConfig, EvalConfig, ExtConfig, GroupsConfig
 from openrlhf_ext.settings import Settings
 
@@ -84,7 +84,7 @@ def test_good_settings_pass(tmp_path: Path) -> None:
         ({"data.prompt_dataset": None}, "--data.prompt_dataset is missing; "),
         ({"vllm.num_engines": None}, "--vllm.num_engines must be at least 1, got None; "),
         ({"vllm.num_engines": 0}, "--vllm.num_engines must be at least 1, got 0; "),
-        ({"reward.remote_url": None}, "nothing gives rewards; set --reward.remote_url "),
+        ({"reward.remote_url": None}, "nothing gives rewards: rewards are verified "),
         ({"train.async_enable": True}, "--train.async_enable is not supported: "),
         ({"use_ms": True}, "--use_ms is not supported; "),
         ({"rollout.batch_size": 0}, "--rollout.batch_size must be at least 1, got 0"),
@@ -167,9 +167,29 @@ def test_a_template_that_drops_the_prompt_is_refused(tmp_path: Path) -> None:
     assert "would be ignored with --data.apply_chat_template" in refusal(tmp_path, chat)
 
 
-def test_an_evaluation_needs_a_verifier(tmp_path: Path) -> None:
-    flat = {"eval.dataset": "organization/data", "reward.remote_url": None, "reward.model_name_or_path": "a/b"}
-    assert refusal(tmp_path, flat).startswith("--eval.dataset needs a verifier; set --reward.remote_url")
+def test_a_reward_model_is_refused(tmp_path: Path) -> None:
+    flat = {"reward.remote_url": None, "reward.model_name_or_path": "a/b"}
+    assert refusal(tmp_path, flat).startswith("a reward model (--reward.model_name_or_path) is not supported: ")
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("import no_such_module_here", "ModuleNotFoundError: No module named 'no_such_module_here' (reward.py:1)"),
+        ("def reward(queries, prompts, labels): ...", "has no attribute 'reward_func'"),
+        ("def reward_func(queries, prompts, labels): ...", None),
+    ],
+)
+def test_a_reward_file_is_loaded_before_anything_starts(tmp_path: Path, source: str, problem: str | None) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(source + "\n")
+    checked = settings(tmp_path, {"reward.remote_url": str(file)})
+    if problem is None:
+        check_reward_file(checked)
+        return
+    with pytest.raises(ValueError, match="Cannot load reward file") as error:
+        check_reward_file(checked)
+    assert problem in str(error.value)
 
 
 def test_pass_at_k_needs_k_samples(tmp_path: Path) -> None:
