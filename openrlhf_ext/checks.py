@@ -85,10 +85,10 @@ def _check_required(args: SimpleNamespace) -> None:
         )
     if not (args.reward.remote_url or args.train.agent_func_path):
         model = args.reward.model_name_or_path
+        problem = "a reward model (--reward.model_name_or_path) is not supported" if model else "nothing gives rewards"
         raise ValueError(
-            ("a reward model (--reward.model_name_or_path) is not supported: " if model else "nothing gives rewards: ")
-            + "rewards are verified when a rollout is generated; set --reward.remote_url to a .py file with reward_func "
-            "(or a server's address), or --train.agent_func_path"
+            f"{problem}: rewards are verified when a rollout is generated; set --reward.remote_url to a .py file with "
+            "reward_func (or a server's address), or --train.agent_func_path"
         )
 
 
