@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from command import Command
 
+from openrlhf_ext.run_dir import read_metrics
+
 
 def error_line(command: Command) -> str:
     (line,) = (line for line in command.output.splitlines() if line.startswith("error: "))
@@ -48,6 +50,29 @@ def test_the_death_of_the_only_engine_ends_the_run(epochs: int, start: Callable[
     engine.kill()
     assert command.wait(90) == 1, command.output[-4000:]
     assert "vLLM engine" in error_line(command)
+    assert command.alive() == []
+
+
+def test_the_death_of_one_of_two_engines_costs_no_rollout_and_no_step(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    command = start(
+        "grpo",
+        tmp_path / "run",
+        *("--vllm.num_engines", "2", "--ext.eval.at_start", "false", "--ext.max_steps", "20"),
+    )
+    metrics = command.run_dir / "metrics.jsonl"
+    command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 300, "2 steps are done")
+    engines = command.descendants("EngineCore")
+    assert len(engines) == 2
+    engines[0].kill()
+    assert command.wait(200) == 0, command.output[-4000:]
+    assert "died and is left out (1 remain)" in command.output
+    rows = read_metrics(command.run_dir, "train")
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert all(row["train/num_rows"] == 128 for row in rows)
+    # The engine that is left gets every new weight.
+    assert rows[-1]["rollout/engine_log_prob_abs_diff_mean"] < 0.05
     assert command.alive() == []
 
 
