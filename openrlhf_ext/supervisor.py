@@ -62,24 +62,31 @@ def supervise(target: Callable[[], int]) -> int:
 def _run_child(target: Callable[[], int], supervisor: int) -> None:
     """Never returns. Its own process group: Ctrl-C must reach the driver once, not every worker."""
     code = 1
+    stopped_by: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        stopped_by.append(number)
+        sys.exit(128 + number)
+
     try:
         os.setpgid(0, 0)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != supervisor:
             os._exit(1)
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda n, _frame: sys.exit(128 + n))
+            signal.signal(number, stop)
         code = target()
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        # Ray turns the SystemExit of a handler that ran inside a call of it into one with code 1.
+        os._exit(128 + stopped_by[0] if stopped_by else code)
 
 
 def _wait(child: int, asked_at: list[float]) -> int:

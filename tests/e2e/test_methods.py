@@ -74,7 +74,7 @@ def test_grpo_filter_goes_on_while_the_verifier_hangs_and_stops_at_sigterm(
         "grpo_filter",
         tmp_path / "filter",
         *("--ext.max_steps", "1000", "--ext.eval.at_start", "false"),
-        *("--reward.remote_url", str(reward), "--ext.reward.deadline_s", "0.5"),
+        *("--reward.remote_url", str(reward), "--ext.reward.deadline_s", "0.25"),
         *("--rollout.batch_size", "8", "--train.batch_size", "64"),
         *("--train.micro_batch_size", "32", "--rollout.micro_batch_size", "32"),
     )

@@ -91,3 +91,15 @@ def test_a_bystander_is_left_alone():
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_library_that_changes_the_exit_code_of_the_signal_does_not_change_the_outcome():
+    process = start(
+        "\n    try:\n        print('ready', flush=True)\n        time.sleep(600)"
+        "\n    except SystemExit:\n        sys.exit(1)"
+    )
+    while process.stdout.readline() != "ready\n":
+        pass
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
