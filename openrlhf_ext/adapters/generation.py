@@ -95,7 +95,9 @@ class GroupGenerator:
             "temperature": temperature,
             "top_p": args.rollout.top_p,
             "max_tokens": args.rollout.max_new_tokens,
-            "min_tokens": 1,
+            # Upstream's 1 forbids an end of text as the first token; the trainer's policy does not, and the two would
+            # drift apart wherever that token is likely. A response of that token alone has one token.
+            "min_tokens": 0,
             "skip_special_tokens": False,
             "logprobs": 1 if self._log_probs else None,
         }

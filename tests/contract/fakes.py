@@ -152,6 +152,7 @@ class FakeStrategy:
         self.args = args
         self.world_size = dist.get_world_size()
         self.accumulated_gradient = args.train.batch_size // args.train.micro_batch_size // self.world_size
+        self.time_steps = {"ema": 0}
         self.ds_device_mesh = init_device_mesh("cpu", (self.world_size, 1, 1), mesh_dim_names=("dp", "sp", "tp"))
 
     def is_rank_0(self) -> bool:

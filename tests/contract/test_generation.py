@@ -90,7 +90,7 @@ def test_an_engine_gets_the_prompt_its_label_and_the_sampling_settings() -> None
                 "temperature": 0.5,
                 "top_p": 1.0,
                 "max_tokens": 16,
-                "min_tokens": 1,
+                "min_tokens": 0,
                 "skip_special_tokens": False,
                 "logprobs": 1,
             },

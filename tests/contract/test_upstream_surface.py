@@ -268,7 +268,7 @@ def test_policy_loss_gives_five_values_the_first_a_scalar_with_a_gradient() -> N
 
 def test_vllm_takes_the_sampling_settings_and_returns_final_outputs_only() -> None:
     kind = find("vllm.sampling_params:RequestOutputKind").FINAL_ONLY
-    settings = dict(temperature=0.5, top_p=0.9, max_tokens=8, min_tokens=1, skip_special_tokens=False, logprobs=1)
+    settings = dict(temperature=0.5, top_p=0.9, max_tokens=8, min_tokens=0, skip_special_tokens=False, logprobs=1)
     params = find("vllm:SamplingParams")(**settings, output_kind=kind)
     assert {name: getattr(params.clone(), name) for name in settings} == settings and params.output_kind is kind
 
