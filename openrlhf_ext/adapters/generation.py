@@ -84,7 +84,7 @@ class GroupGenerator:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.policy_version = 0
-        self.num_reward_timeouts = 0
+        self._num_reward_timeouts = 0
         self._pool = pool
         self._ext = ext
         self._on_progress = on_progress
@@ -101,6 +101,11 @@ class GroupGenerator:
             "skip_special_tokens": False,
             "logprobs": 1 if self._log_probs else None,
         }
+
+    def take_num_reward_timeouts(self) -> int:
+        """Answers since the last call that made the verifier hang or crash."""
+        count, self._num_reward_timeouts = self._num_reward_timeouts, 0
+        return count
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Result]:
         """One result for each request, in order. Raises RuntimeError when no engine is left."""
@@ -192,7 +197,7 @@ class GroupGenerator:
         failure = extra.pop(FAILURE_KEY, None) if isinstance(extra, dict) else None
         if failure is not None and failure[0] in ("deadline", "died"):
             # The answer made the verifier hang or crash: a wrong answer, not a broken verifier.
-            self.num_reward_timeouts += 1
+            self._num_reward_timeouts += 1
             return RewardValues(reward=0.0, score=0.0, extra={})
         if failure is not None:
             problem = f"reward function failed ({failure[0]}): {failure[1]}"

@@ -24,9 +24,16 @@ from openrlhf.utils import get_tokenizer
 from openrlhf_ext.adapters.data import load_prompts
 from openrlhf_ext.adapters.experience_maker import ExperienceMaker, plan_training, rank_windows
 from openrlhf_ext.adapters.generation import EnginePool, GroupGenerator, unify_info
+from openrlhf_ext.adapters.step_report import (
+    method_name,
+    report_failures,
+    row_metrics,
+    sample_lines,
+    step_metrics,
+)
 from openrlhf_ext.batching import Plan
 from openrlhf_ext.evaluation import accuracy_by_prompt, evaluate_groups
-from openrlhf_ext.groups import DEFAULT_TOLERANCE, group_metrics
+from openrlhf_ext.groups import DEFAULT_TOLERANCE
 from openrlhf_ext.ledger import RolloutLedger
 from openrlhf_ext.prompts import PromptFile, PromptOrder
 from openrlhf_ext.reporting import RunReporter, StepClock
@@ -34,7 +41,7 @@ from openrlhf_ext.run_dir import RunDirectory
 from openrlhf_ext.sampling import GroupSampler, SampledStep
 from openrlhf_ext.settings import Settings, dump_settings
 from openrlhf_ext.trackers import open_trackers
-from openrlhf_ext.types import FailedRequest, RolloutGroup, RolloutRequest
+from openrlhf_ext.types import RolloutGroup, RolloutRequest
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +133,7 @@ class Trainer(BasePPOTrainer):
                     metrics = self.evaluate(step)
                     self.save_best_checkpoint(metrics, step, self._client_states(step))
                 self.save_logs_and_checkpoints(step, {}, self._client_states(step))
-            self.reporter.summary(method=_method(self.settings), seed=self.args.train.seed, ledger=self.ledger)
+            self.reporter.summary(method=method_name(self.settings), seed=self.args.train.seed, ledger=self.ledger)
         finally:
             self.reporter.close()
 
@@ -134,9 +141,12 @@ class Trainer(BasePPOTrainer):
         clock = StepClock()
         sampled = self.sampler.sample_step()
         clock.lap("generation")
-        _report_failures(sampled.failed, sampled.num_prompts, f"step {step}")
+        report_failures(sampled.failed, sampled.num_prompts, f"step {step}")
         metrics = self._train(sampled, step, clock) if sampled.kept else self._skip(sampled)
-        metrics |= self._describe(sampled)
+        tolerance = self.ext.groups.tolerance if self.ext.groups else DEFAULT_TOLERANCE
+        metrics |= step_metrics(sampled, tolerance=tolerance)
+        metrics["step/num_reward_timeouts"] = self.generator.take_num_reward_timeouts()
+        metrics["prompts/epoch"] = self.order.epoch
         # Closed before anything is written, so that every line on disk balances.
         metrics |= self.ledger.close_step()
         metrics |= clock.metrics()
@@ -149,7 +159,9 @@ class Trainer(BasePPOTrainer):
         samples = [replace(r.payload, info=dict(r.payload.info)) for group in sampled.kept for r in group.rollouts]
         unify_info(samples)
         rows = self.experience_maker.make_rows(samples)
-        self._log_samples(step, sampled.kept, rows)
+        self.run_dir.log_samples(
+            sample_lines(step, sampled.kept, rows, self.tokenizer, limit=self.ext.log.samples_per_step)
+        )
         clock.lap("make_experience")
         plan = plan_training(rows, self.args, num_ranks=self.num_ranks, rng=self.rng)
         self._hand_out(plan, rows)
@@ -159,10 +171,10 @@ class Trainer(BasePPOTrainer):
         self.broadcast_to_vllm()
         clock.lap("broadcast")
         self.generator.policy_version = step
-        if math.isfinite(status.get("kl", 0.0)):
-            self.kl_ctl.update(status.get("kl", 0.0), len(rows))
+        if math.isfinite(status.get("kl", math.nan)):
+            self.kl_ctl.update(status["kl"], len(rows))
         metrics = {f"train/{key}": value for key, value in status.items()}
-        return metrics | {"train/num_rows": len(rows), "train/num_optimizer_steps": len(plan[0])} | _row_metrics(rows)
+        return metrics | {"train/num_rows": len(rows), "train/num_optimizer_steps": len(plan[0])} | row_metrics(rows)
 
     def _hand_out(self, plan: Plan, rows: list[Experience]) -> None:
         """Give every rank its windows; ranks of one ring or tensor-parallel group get the same."""
@@ -215,11 +227,12 @@ class Trainer(BasePPOTrainer):
         results = self.eval_generator.generate(requests)
         groups = [result for result in results if isinstance(result, RolloutGroup)]
         failed = [result for result in results if not isinstance(result, RolloutGroup)]
-        _report_failures(failed, len(results), f"evaluation at step {step}")
+        report_failures(failed, len(results), f"evaluation at step {step}")
         metrics = evaluate_groups(groups, pass_at=self.ext.eval.pass_at, correct_at=self.ext.eval.correct_at)
         budget = self.ledger.as_dict()
         metrics |= {
             "eval/num_failed_prompts": len(failed),
+            "eval/num_reward_timeouts": self.eval_generator.take_num_reward_timeouts(),
             "budget/rollouts_generated": budget["generated"],
             "budget/tokens_generated": budget["tokens"],
             "timing/eval": time.time() - started,
@@ -227,44 +240,7 @@ class Trainer(BasePPOTrainer):
         self.reporter.evaluation(step, metrics, accuracy_by_prompt(groups, correct_at=self.ext.eval.correct_at))
         return metrics
 
-    # -- what is written --
-
-    def _describe(self, sampled: SampledStep) -> dict:
-        tolerance = self.ext.groups.tolerance if self.ext.groups else DEFAULT_TOLERANCE
-        timeouts, self.generator.num_reward_timeouts = self.generator.num_reward_timeouts, 0
-        return {
-            **group_metrics(sampled.generated, tolerance=tolerance, suffix="generated"),
-            **group_metrics(sampled.kept, tolerance=tolerance, suffix="trained"),
-            "step/num_prompts": sampled.num_prompts,
-            "step/num_rounds": sampled.num_rounds,
-            "step/num_retries": sampled.num_retries,
-            "step/num_failed_groups": len(sampled.failed),
-            "step/num_reward_timeouts": timeouts,
-            "prompts/epoch": self.order.epoch,
-        }
-
-    def _log_samples(self, step: int, groups: list[RolloutGroup], rows: list[Experience]) -> None:
-        """The first rollouts of the step's groups in turn, as text."""
-        size = len(groups[0].rollouts)
-        picks = [(g, i) for i in range(size) for g in range(len(groups))][: self.ext.log.samples_per_step]
-        lines = []
-        for g, i in picks:
-            group, row, rollout = groups[g], rows[g * size + i], groups[g].rollouts[i]
-            tokens = row.sequences[1:][row.action_mask.bool()]
-            lines.append(
-                {
-                    "step": step,
-                    "prompt_id": group.prompt.prompt_id,
-                    "group_id": group.group_id,
-                    "prompt": group.prompt.text,
-                    "response": self.tokenizer.decode(tokens, skip_special_tokens=True),
-                    "reward": rollout.reward,
-                    "accuracy": rollout.accuracy,
-                    "advantage": float(row.advantages[row.action_mask.bool()][0]),
-                    "policy_version": group.policy_version,
-                }
-            )
-        self.run_dir.log_samples(lines)
+    # -- trackers and checkpoints --
 
     def _open_trackers(self) -> list:
         flat = self.settings.flat
@@ -281,8 +257,6 @@ class Trainer(BasePPOTrainer):
             },
             config={"config": dump_settings(self.settings)},
         )
-
-    # -- checkpoints --
 
     def _client_states(self, step: int) -> dict:
         """What upstream stores beside the model. ``ext`` is small and plain; buffers will not go here."""
@@ -309,6 +283,7 @@ class Trainer(BasePPOTrainer):
         states = self.init_checkpoint_states()
         if not states.get("global_step"):
             logger.warning("no resumable checkpoint under --ckpt.path %s: starting at step 0", self.args.ckpt.path)
+            self.run_dir.forget_after(-1)
             return 0
         if "ext" not in states:
             raise ValueError(
@@ -327,41 +302,3 @@ class Trainer(BasePPOTrainer):
         self.run_dir.forget_after(step)
         self.broadcast_to_vllm()
         return step
-
-
-def _report_failures(failed: list[FailedRequest], num_requests: int, where: str) -> None:
-    """One line for each reason. Raises RuntimeError when no prompt at all got a valid reward."""
-    by_reason: dict[str, list[FailedRequest]] = {}
-    for failure in failed:
-        by_reason.setdefault(failure.reason, []).append(failure)
-    for reason, failures in by_reason.items():
-        first = failures[0]
-        message = (
-            f"{where}: no usable group for {len(failures)} of {num_requests} prompts ({reason}); "
-            f"first, prompt {first.request.prompt.prompt_id}: {first.detail}"
-        )
-        if reason == "invalid_reward" and len(failures) == num_requests:
-            raise RuntimeError(f"{message}. The verifier works on no prompt: correct it, then start again")
-        logger.warning("%s", message)
-
-
-def _row_metrics(rows: list[Experience]) -> dict[str, float]:
-    """Lengths, truncation, and how far the engine's log-probabilities are from the trainer's."""
-    metrics = {
-        "rollout/response_length_mean": float(np.mean([row.action_mask.sum().item() for row in rows])),
-        "rollout/truncated_frac": float(np.mean([row.truncated.item() for row in rows])),
-    }
-    if rows[0].rollout_log_probs is not None:
-        tokens = sum(float(row.action_mask.sum()) for row in rows)
-        gap = sum(float(((r.action_log_probs - r.rollout_log_probs).abs() * r.action_mask).sum()) for r in rows)
-        metrics["rollout/engine_log_prob_abs_diff_mean"] = gap / tokens
-    return metrics
-
-
-def _method(settings: Settings) -> str:
-    if settings.ext.dapo is not None:
-        return "dapo"
-    if settings.ext.groups is not None and settings.ext.groups.ineffective == "drop":
-        return "grpo_filter"
-    estimator = settings.upstream.algo.advantage.estimator
-    return {"group_norm": "grpo", "gae": "ppo"}.get(estimator, estimator)
