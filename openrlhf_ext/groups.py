@@ -2,7 +2,7 @@
 
 A group whose rewards are all equal has zero advantage everywhere. The test is ``max - min > tolerance``, never
 ``std > 0``: eight rewards of 0.1 have a float32 standard deviation of 8e-9, and divided by OpenRLHF's ``std + 1e-9``
-give advantages of 0.83 out of nothing (shared methods notes, section 1.3).
+give advantages of 0.83 out of nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From prompts to the groups of one train step.
 
 ``GroupSampler`` owns the loop over an abstract engine, so budget, order and termination are tested without Ray.
-Three ways to spend rollouts (methods notes sections 1, 4b' and 7.1):
+Three ways to spend rollouts:
 
 * plain: one group for each of ``batch_size`` prompts, all of them trained (GRPO);
 * ``drop``: the same, but zero-variance groups are dropped and the batch shrinks (GRPO-filter);
