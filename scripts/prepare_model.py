@@ -4,10 +4,13 @@
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from openrlhf_ext.tasks.tiny_model import WarmStart, warm_start
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which else warns that it finds no GPU
+
+from openrlhf_ext.tasks.tiny_model import WarmStart, warm_start  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 
 from openrlhf.datasets import PromptDataset
 from openrlhf.datasets.utils import blending_datasets
@@ -41,7 +42,9 @@ def load_prompts(
                 name, probs, strategy, args.train.seed, args.data.max_samples, dataset_split=split
             )
         rows = list(rows)[: args.data.max_samples]
-        templated = PromptDataset(rows, tokenizer, strategy, input_template=args.data.input_template)
+        # Rank 0 would show a progress bar of its own.
+        silent = SimpleNamespace(args=args, is_rank_0=lambda: False)
+        templated = PromptDataset(rows, tokenizer, silent, input_template=args.data.input_template)
         prompts[flag] = _fitting(
             [
                 Prompt(_identity(row, text, label), text, label, datasource, images)
