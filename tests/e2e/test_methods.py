@@ -27,6 +27,7 @@ def test_dapo_on_two_ranks_and_two_engines(start: Callable[..., Command], tmp_pa
         *("--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2", "--ds.zero_stage", "3"),
         *("--ref.num_nodes", "1", "--ref.num_gpus_per_node", "2"),
         *("--algo.kl.init_coef", "1e-3", "--algo.kl.use_loss", "--algo.kl.estimator", "k3"),
+        *("--actor.adam.lr", "1e-3"),  # high, so that three steps show
     )
     command.wait_until(lambda: len(command.descendants("EngineCore")) == 2, 300, "two engines run")
     assert command.wait(300) == 0, command.output[-4000:]
@@ -43,8 +44,8 @@ def test_dapo_on_two_ranks_and_two_engines(start: Callable[..., Command], tmp_pa
         assert kept == prompts * group or surplus == 0
         assert row["groups/effective_frac_trained"] == 1.0
         assert row["rollout/engine_log_prob_abs_diff_mean"] < 0.05
-    # The policy starts as the reference and leaves it.
-    assert abs(rows[0]["train/kl"]) < 1e-6 < rows[-1]["train/kl"]
+    # The policy starts as the reference, up to bf16 in batches of another shape, and leaves it.
+    assert abs(rows[0]["train/kl"]) < 1e-4 < rows[-1]["train/kl"]
     ledger = json.loads((command.run_dir / "ledger.json").read_text())
     assert ledger["generated"] == sum(ledger["fates"].values()) == rows[-1]["budget/rollouts_generated"]
     assert ledger["fates"]["filtered_zero_variance"] > 0
