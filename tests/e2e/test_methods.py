@@ -14,16 +14,16 @@ from openrlhf_ext.run_dir import read_metrics
 
 
 def test_dapo_on_two_ranks_and_two_engines(start: Callable[..., Command], tmp_path: Path) -> None:
-    steps, prompts, group = 3, 6, 4
+    steps, prompts, group = 3, 7, 4
     command = start(
         "dapo",
         tmp_path / "dapo",
         *("--ext.max_steps", str(steps), "--ext.eval.at_start", "false", "--ext.log.samples_per_step", "24"),
         *("--rollout.batch_size", str(prompts), "--rollout.n_samples_per_prompt", str(group)),
-        *("--train.batch_size", "24", "--train.micro_batch_size", "12", "--rollout.micro_batch_size", "8"),
+        *("--train.batch_size", "28", "--train.micro_batch_size", "14", "--rollout.micro_batch_size", "8"),
         # One round, whose informative groups are about as many as a batch has: some batches have a surplus, others
-        # stay short, and 2 ranks then share an odd number of groups.
-        *("--ext.dapo.prompts_per_round", "20", "--ext.dapo.max_rounds", "1"),
+        # stay short. 2 ranks share an odd number of groups.
+        *("--ext.dapo.prompts_per_round", "40", "--ext.dapo.max_rounds", "1"),
         *("--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2", "--ds.zero_stage", "3"),
         *("--ref.num_nodes", "1", "--ref.num_gpus_per_node", "2"),
         *("--algo.kl.init_coef", "1e-3", "--algo.kl.use_loss", "--algo.kl.estimator", "k3"),
@@ -39,7 +39,7 @@ def test_dapo_on_two_ranks_and_two_engines(start: Callable[..., Command], tmp_pa
         kept, filtered, surplus = (
             row[f"step/num_{fate}"] for fate in ("trained_fresh", "filtered_zero_variance", "surplus")
         )
-        assert row["step/rollouts_generated"] == 20 * group == kept + filtered + surplus
+        assert row["step/rollouts_generated"] == 40 * group == kept + filtered + surplus
         assert kept == row["train/num_rows"] <= prompts * group
         assert kept == prompts * group or surplus == 0
         assert row["groups/effective_frac_trained"] == 1.0
@@ -80,7 +80,7 @@ def test_grpo_filter_goes_on_while_the_verifier_hangs_and_stops_at_sigterm(
         *("--train.micro_batch_size", "32", "--rollout.micro_batch_size", "32"),
     )
     metrics = command.run_dir / "metrics.jsonl"
-    command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 400, "3 steps are done")
+    command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 6, 400, "6 steps are done")
     asked_at = time.monotonic()
     command.process.send_signal(signal.SIGTERM)
     assert command.wait(60) == 128 + signal.SIGTERM, command.output[-4000:]
