@@ -26,6 +26,13 @@ def target():
 sys.exit(supervise(target))
 """
 
+# In short sleeps: a signal that arrives just before a sleep begins is only seen by Python when the sleep ends.
+WAIT = """
+    try:
+        print('ready', flush=True)
+        for _ in range(6000):
+            time.sleep(0.1)"""
+
 ENDINGS = {
     "returns": ("return 7", 7),
     "raises": ("raise ValueError('no')", 1),
@@ -68,10 +75,7 @@ def test_nothing_is_left_when_the_child(case):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_supervisor_ends_everything_and_runs_the_childs_finally(number):
-    process = start(
-        "\n    try:\n        print('ready', flush=True)\n        time.sleep(600)"
-        "\n    finally:\n        print('cleaned', flush=True)"
-    )
+    process = start(f"{WAIT}\n    finally:\n        print('cleaned', flush=True)")
     lines = []
     while "ready\n" not in lines:
         lines.append(process.stdout.readline())
@@ -94,10 +98,7 @@ def test_a_bystander_is_left_alone():
 
 
 def test_a_library_that_changes_the_exit_code_of_the_signal_does_not_change_the_outcome():
-    process = start(
-        "\n    try:\n        print('ready', flush=True)\n        time.sleep(600)"
-        "\n    except SystemExit:\n        sys.exit(1)"
-    )
+    process = start(f"{WAIT}\n    except SystemExit:\n        sys.exit(1)")
     while process.stdout.readline() != "ready\n":
         pass
     process.send_signal(signal.SIGTERM)
