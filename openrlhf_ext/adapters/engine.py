@@ -16,7 +16,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from openrlhf_ext.adapters import cpu_platform
 from openrlhf_ext.adapters.upstream import plain
 from openrlhf_ext.config import RewardConfig
-from openrlhf_ext.rewards.pool import RewardFailure, RewardPool, check_reward
+from openrlhf_ext.rewards.pool import RewardPool
+from openrlhf_ext.rewards.result import RewardFailure, check_reward
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError
 
 from openrlhf_ext.adapters.engine import FAILURE_KEY
 from openrlhf_ext.config import ExtConfig
-from openrlhf_ext.rewards.pool import RewardFailure, RewardValues, check_reward
+from openrlhf_ext.rewards.result import RewardFailure, RewardValues, check_reward
 from openrlhf_ext.types import FailedRequest, Rollout, RolloutGroup, RolloutRequest
 
 logger = logging.getLogger(__name__)

@@ -88,15 +88,14 @@ def _start_ray(settings: Settings) -> None:
     }
     runtime_env: dict[str, object] = {"env_vars": env}
     resources: dict[str, object] = {}
+    address = os.environ.get("RAY_ADDRESS")
     if cpu_platform.active():
         env |= cpu_platform.process_env()
         runtime_env["worker_process_setup_hook"] = cpu_platform.HOOK
-        # Logical resources: upstream places its models on "GPUs", Ray does not ask for hardware.
-        gpus = _num_gpus(args)
-        resources = {"num_cpus": gpus + 1, "num_gpus": gpus}
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        resources = {}
+        if not address:
+            # Logical resources: upstream places its models on "GPUs", Ray does not ask for hardware.
+            gpus = _num_gpus(args)
+            resources = {"num_cpus": gpus + 1, "num_gpus": gpus}
     stop = signal.getsignal(signal.SIGTERM)
     ray.init(
         address=address or "local",

@@ -64,10 +64,9 @@ class Trainer(BasePPOTrainer):
         engines,
     ) -> None:
         args, ext = strategy.args, settings.ext
-        for part in (args.eval, args.ckpt):  # upstream's -1 means never
-            name = "steps" if part is args.eval else "save_steps"
-            if getattr(part, name) == -1:
-                setattr(part, name, math.inf)
+        # Upstream's -1 means never.
+        args.eval.steps = math.inf if args.eval.steps == -1 else args.eval.steps
+        args.ckpt.save_steps = math.inf if args.ckpt.save_steps == -1 else args.ckpt.save_steps
         tokenizer = get_tokenizer(
             args.actor.model_name_or_path, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer
         )
@@ -97,13 +96,12 @@ class Trainer(BasePPOTrainer):
         self.ledger = RolloutLedger()
         self.order = PromptOrder(len(self.prompts), args.train.seed)
         self.rng = np.random.default_rng(args.train.seed)
-        pool = EnginePool(engines, sleeps=args.vllm.enable_sleep)
-        self.pool = pool
+        self.pool = EnginePool(engines, sleeps=args.vllm.enable_sleep)
         self.generator = GroupGenerator(
-            pool, args, ext, temperature=args.rollout.temperature, on_progress=self.reporter.generation
+            self.pool, args, ext, temperature=args.rollout.temperature, on_progress=self.reporter.generation
         )
         self.eval_generator = GroupGenerator(
-            pool, args, ext, temperature=args.eval.temperature, on_progress=self.reporter.generation
+            self.pool, args, ext, temperature=args.eval.temperature, on_progress=self.reporter.generation
         )
         self.sampler = GroupSampler(
             self.generator,

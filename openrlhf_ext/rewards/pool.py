@@ -22,10 +22,8 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from openrlhf_ext.rewards.result import RewardFailure, RewardValues, check_reward
+from openrlhf_ext.rewards.result import RewardFailure
 from openrlhf_ext.rewards.worker import PlainValue
-
-__all__ = ["RewardFailure", "RewardPool", "RewardValues", "check_reward"]
 
 START_TIMEOUT_S = 120.0
 """Bound on loading the reward file, which may import torch or read a model."""
