@@ -26,6 +26,7 @@ def check(settings: Settings) -> None:
     _check_positive(settings)
     _check_batches(args)
     _check_groups(args, ext)
+    _check_fill(args, ext)
     _check_lengths(args)
     _check_template(args)
     _check_evaluation(args, ext)
@@ -179,6 +180,40 @@ def _check_groups(args: SimpleNamespace, ext: ExtConfig) -> None:
 
 def _has_group_baseline(args: SimpleNamespace) -> bool:
     return args.algo.advantage.estimator in GROUP_ESTIMATORS
+
+
+def _check_fill(args: SimpleNamespace, ext: ExtConfig) -> None:
+    if ext.fill is None:
+        return
+    estimator, fits = args.algo.advantage.estimator, ("group_norm", "rloo", "dr_grpo", "gae")
+    if ext.groups is None:
+        raise ValueError("--ext.fill needs --ext.groups, which says what an informative group is; add groups: {}")
+    if args.rollout.n_samples_per_prompt < 2:
+        raise ValueError(
+            "--rollout.n_samples_per_prompt must be at least 2 with --ext.fill, got 1: one rollout never varies; 8 is "
+            "usual"
+        )
+    if args.algo.dynamic_filtering_enable:
+        raise ValueError(
+            "--ext.fill and --algo.dynamic_filtering_enable both handle zero-variance groups; remove "
+            "--algo.dynamic_filtering_enable"
+        )
+    if estimator not in fits:
+        raise ValueError(
+            f"--ext.fill does not go with --algo.advantage.estimator {estimator}, whose baseline or scale is over "
+            f"the whole batch, so that replayed rollouts would change the advantages of fresh ones; use one of "
+            f"{', '.join(fits)}"
+        )
+    if args.actor.policy_loss_type != "ppo":
+        raise ValueError(
+            f"--ext.fill does not go with --actor.policy_loss_type {args.actor.policy_loss_type}: its ratio is for "
+            "a whole sequence, the weight of replayed tokens is one for each token; use --actor.policy_loss_type ppo"
+        )
+    if ext.fill.store == "all" and estimator == "gae":
+        raise ValueError(
+            "--ext.fill.store all does not go with --algo.advantage.estimator gae, which normalizes advantages over "
+            "groups that are stored but not trained; use another estimator or --ext.fill.store effective"
+        )
 
 
 def _check_lengths(args: SimpleNamespace) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Metric = Literal["reward", "accuracy"]
+Objective = Literal["decoupled", "on_policy", "behavior_clip"]
 
 
 class ConfigError(ValueError):
@@ -91,6 +92,70 @@ class DapoConfig:
             _at_least("ext.dapo.prompts_per_round", self.prompts_per_round, 1, "null means 3 x rollout.batch_size")
         _at_least("ext.dapo.max_rounds", self.max_rounds, 1, "1 means no further round, --ext.dapo null is off")
         _at_least("ext.dapo.tolerance", self.tolerance, 0, "0 means that any difference counts")
+
+
+@dataclass(frozen=True, slots=True)
+class FillConfig:
+    """Zero-variance slots are trained on groups from a buffer (POPO, arXiv:2606.01281).
+
+    What counts as zero-variance, and what happens to a slot that nothing can fill, is ``ext.groups``.
+    """
+
+    capacity: int | None = field(
+        default=None,
+        metadata=_meta(
+            "groups that the buffer holds; null = rollout.batch_size",
+            unit="groups",
+            source="our choice; the paper says 'small'",
+        ),
+    )
+    max_gib: float = field(
+        default=8.0, metadata=_meta("memory of the buffer; beyond it the oldest groups go", unit="GiB")
+    )
+    store: Literal["effective", "all"] = field(
+        default="effective",
+        metadata=_meta("store informative groups, or all of them (the paper's ablation POPO-ineff)"),
+    )
+    choose: Literal["newest", "kl"] = field(
+        default="newest",
+        metadata=_meta(
+            "which stored groups come first: the newest, or those closest to the current policy by estimated KL, "
+            "which costs a forward pass over the buffer (POPO-KL)",
+            source="the paper",
+        ),
+    )
+    min_age: int = field(
+        default=1,
+        metadata=_meta("youngest age that is used; 10 is the paper's ablation POPO-stale", unit="train steps"),
+    )
+    max_age: int | None = field(
+        default=None, metadata=_meta("oldest age that is used; null = no limit", unit="train steps")
+    )
+    max_uses: int | None = field(default=None, metadata=_meta("times a group is used; null = no limit", unit="uses"))
+    objective: Objective = field(
+        default="decoupled",
+        metadata=_meta(
+            "replayed tokens: weighted by proximal/behavior and clipped around the proximal policy, treated as "
+            "on-policy (weight 1), or clipped around the behavior policy (weight 1)",
+            source="the paper; the last two are its ablations",
+        ),
+    )
+    weight_cap: float = field(
+        default=5.0,
+        metadata=_meta("upper bound of the weight of a replayed token", source="our choice; AReaL's is 5"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.capacity is not None:
+            _at_least("ext.fill.capacity", self.capacity, 1, "--ext.fill null is off")
+        if not math.isfinite(self.max_gib) or self.max_gib <= 0:
+            raise ConfigError("ext.fill.max_gib", f"must be a positive number of GiB, got {self.max_gib:g}")
+        _at_least("ext.fill.min_age", self.min_age, 1, "a group can be used from the next step on, at age 1")
+        if self.max_age is not None:
+            _at_least("ext.fill.max_age", self.max_age, self.min_age, "it cannot be below --ext.fill.min_age")
+        if self.max_uses is not None:
+            _at_least("ext.fill.max_uses", self.max_uses, 1, "null means no limit, --ext.fill null is off")
+        _at_least("ext.fill.weight_cap", self.weight_cap, 1, "below 1 even an unchanged policy would be capped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +266,9 @@ class ExtConfig:
         default=None, metadata=_meta("effective groups; null = OpenRLHF's own behavior for groups without variance")
     )
     dapo: DapoConfig | None = field(default=None, metadata=_meta("dynamic sampling; null = off"))
+    fill: FillConfig | None = field(
+        default=None, metadata=_meta("zero-variance slots filled from a group buffer; null = off")
+    )
     rollout: RolloutConfig = field(default=RolloutConfig(), metadata=_meta("generation"))
     reward: RewardConfig = field(default=RewardConfig(), metadata=_meta("reward calls"))
     eval: EvalConfig = field(default=EvalConfig(), metadata=_meta("evaluation"))

@@ -5,6 +5,7 @@ config.yaml         the resolved configuration, loadable as ``--config``; withou
 metrics.jsonl       one JSON object per train step (``kind: train``) and evaluation (``kind: eval``)
 ledger.json         ``generated`` and ``fates``, whose values sum to it
 eval_prompts.jsonl  accuracy by prompt id, one line for each evaluation
+replay.jsonl        which stored groups each step trained, and the step that generated each
 samples.jsonl       a few rollouts of every step, as text
 summary.json        the outcome, written at the end
 logs/               a link to Ray's worker logs
@@ -18,8 +19,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from openrlhf_ext.types import RolloutGroup
 
 
 class RunDirectory:
@@ -42,6 +45,19 @@ class RunDirectory:
     def log_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
         self._append("samples.jsonl", samples)
 
+    def log_replayed(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Trace every replayed group to its birth: its id, prompt, birth step and rollouts."""
+        lines = [
+            {
+                "group_id": group.group_id,
+                "prompt_id": group.prompt.prompt_id,
+                "born_step": group.policy_version + 1,
+                "rollouts": len(group.rollouts),
+            }
+            for group in groups
+        ]
+        self._append("replay.jsonl", [{"step": step, "groups": lines}] if lines else [])
+
     def write_json(self, name: str, content: Mapping[str, object]) -> None:
         self._replace(name, json.dumps(_finite(content), indent=2) + "\n")
 
@@ -55,7 +71,7 @@ class RunDirectory:
 
     def forget_after(self, step: int) -> None:
         """Drop metric and sample lines of steps after ``step``: a resumed run does those again."""
-        for name in ("metrics.jsonl", "eval_prompts.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "eval_prompts.jsonl", "replay.jsonl", "samples.jsonl"):
             file = self.path / name
             if file.exists():
                 lines = [line for line in file.read_text("utf-8").splitlines() if _step_of(line) <= step]

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from openrlhf_ext.adapters import cpu_platform
+from openrlhf_ext.adapters.measured_loss import MeasuredLoss
+from openrlhf_ext.adapters.replay import REPLAYED
 from openrlhf_ext.adapters.upstream import plain
 
 
@@ -221,7 +223,17 @@ class PolicyActor(WindowedTraining, plain(upstream_actor.PolicyModelActor)):
         return self._fit_windows(self.trainer.max_epochs)
 
     def _train_micro_batch(self, micro_batch, step: int, info: dict) -> dict:
-        return self.trainer.training_step(micro_batch, self._kl_ctl, step, info)
+        if REPLAYED not in micro_batch.info:
+            return self.trainer.training_step(micro_batch, self._kl_ctl, step, info)
+        if not isinstance(self.trainer.actor_loss_fn, MeasuredLoss):
+            self.trainer.actor_loss_fn = MeasuredLoss(self.trainer.actor_loss_fn)
+        loss = self.trainer.actor_loss_fn
+        loss.watch(micro_batch.info[REPLAYED])
+        status = self.trainer.training_step(micro_batch, self._kl_ctl, step, info)
+        shares = loss.take()
+        status["metrics"] |= shares
+        status["weights"] |= dict.fromkeys(shares, "token")
+        return status
 
 
 class CriticActor(WindowedTraining, plain(upstream_critic.CriticModelActor)):

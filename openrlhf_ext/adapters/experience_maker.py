@@ -40,6 +40,21 @@ class ExperienceMaker(RemoteExperienceMaker):
                 rows[i] = row
         return rows  # type: ignore[return-value]
 
+    @torch.no_grad()
+    def log_probs(self, samples: list[Experience]) -> list[torch.Tensor]:
+        """Log-probabilities (T - 1,) of each sample under the current policy: one forward pass and nothing else."""
+        chunks = self.split_rollout_samples(samples)
+        kwargs = {name: [getattr(c, name) for c in chunks] for name in ("sequences", "action_mask", "attention_mask")}
+        if any(c.mm_train_inputs for c in chunks):
+            kwargs["mm_train_inputs_list"] = [c.mm_train_inputs for c in chunks]
+        refs = self._dispatch_forward(self.actor_model_group, self.args.train.colocate_all, **kwargs)
+        results = self._flatten_results(refs, self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
+        found: list[torch.Tensor | None] = [None] * len(samples)
+        for chunk, batch, padding in zip(chunks, results, self._is_padding, strict=True):
+            for i, row in zip(chunk.index, [] if padding else batch, strict=not padding):
+                found[i] = row[: int(samples[i].total_length.item()) - 1]
+        return found  # type: ignore[return-value]
+
     def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
         """Micro-batches for the forward passes: equally many for each rank, rank by rank.
 

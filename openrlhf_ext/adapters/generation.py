@@ -90,7 +90,7 @@ class GroupGenerator:
         self._on_progress = on_progress
         self._max_length = args.data.max_len
         self._reward_source = args.train.agent_func_path or args.reward.remote_url[0]
-        self._log_probs = ext.rollout.log_probs or args.algo.advantage.is_correction_level != "off"
+        self.collects_log_probs = ext.rollout.log_probs or args.algo.advantage.is_correction_level != "off"
         self._sampling = {
             "temperature": temperature,
             "top_p": args.rollout.top_p,
@@ -99,7 +99,7 @@ class GroupGenerator:
             # drift apart wherever that token is likely. A response of that token alone has one token.
             "min_tokens": 0,
             "skip_special_tokens": False,
-            "logprobs": 1 if self._log_probs else None,
+            "logprobs": 1 if self.collects_log_probs else None,
         }
 
     def take_num_reward_timeouts(self) -> int:
@@ -182,7 +182,7 @@ class GroupGenerator:
         if isinstance(values, str):
             return "invalid_reward", values
         response |= {"reward": values.reward, "scores": values.score, "extra_logs": values.extra}
-        if self._log_probs and not _log_probs_fit(response):
+        if self.collects_log_probs and not _log_probs_fit(response):
             return "engine_error", "no finite log-probability for every token"
         experience = SamplesGenerator._process_response_into_experience(None, response, max_len=self._max_length)
         num_tokens = int(experience.action_mask.sum())

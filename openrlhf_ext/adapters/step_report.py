@@ -16,11 +16,11 @@ from openrlhf_ext.types import FailedRequest, RolloutGroup
 logger = logging.getLogger(__name__)
 
 
-def step_metrics(sampled: SampledStep, *, tolerance: float) -> dict[str, float]:
+def step_metrics(sampled: SampledStep, trained: Sequence[RolloutGroup], *, tolerance: float) -> dict[str, float]:
     """Counts and group statistics of what was generated and of what is trained."""
     return {
         **group_metrics(sampled.generated, tolerance=tolerance, suffix="generated"),
-        **group_metrics(sampled.kept, tolerance=tolerance, suffix="trained"),
+        **group_metrics(trained, tolerance=tolerance, suffix="trained"),
         "step/num_prompts": sampled.num_prompts,
         "step/num_rounds": sampled.num_rounds,
         "step/num_retries": sampled.num_retries,
@@ -35,6 +35,8 @@ def sample_lines(
 
     ``rows`` are the groups' rollouts in order, with advantages.
     """
+    if not groups:
+        return []
     size = len(groups[0].rollouts)
     lines: list[dict[str, object]] = []
     for g, i in [(g, i) for i in range(size) for g in range(len(groups))][:limit]:
@@ -73,7 +75,9 @@ def report_failures(failed: list[FailedRequest], num_requests: int, where: str) 
 
 
 def row_metrics(rows: list[Experience]) -> dict[str, float]:
-    """Lengths, truncation, and how far the engine's log-probabilities are from the trainer's."""
+    """Lengths, truncation, and how far the engine's log-probabilities are from the trainer's, of fresh rows."""
+    if not rows:
+        return {}
     metrics = {
         "rollout/response_length_mean": float(np.mean([row.action_mask.sum().item() for row in rows])),
         "rollout/truncated_frac": float(np.mean([row.truncated.item() for row in rows])),
@@ -86,9 +90,12 @@ def row_metrics(rows: list[Experience]) -> dict[str, float]:
 
 
 def method_name(settings: Settings) -> str:
+    estimator = settings.upstream.algo.advantage.estimator
+    base = {"group_norm": "grpo", "gae": "ppo"}.get(estimator, estimator)
+    if settings.ext.fill is not None:
+        return "popo" if base == "grpo" else f"popo_{base}"
     if settings.ext.dapo is not None:
         return "dapo"
     if settings.ext.groups is not None and settings.ext.groups.ineffective == "drop":
         return "grpo_filter"
-    estimator = settings.upstream.algo.advantage.estimator
-    return {"group_norm": "grpo", "gae": "ppo"}.get(estimator, estimator)
+    return base

@@ -46,4 +46,4 @@ def test_a_restored_ledger_continues_and_an_unbalanced_one_is_refused():
     again.assign("surplus", 8)
     assert again.close_step()["budget/rollouts_generated"] == 16
     with pytest.raises(RuntimeError, match="does not balance"):
-        again.load_state_dict({"generated": 9, "tokens": 0, "fates": dict.fromkeys(FATES, 1)})
+        again.load_state_dict({"generated": 9, "tokens": 0, "replayed": 0, "waiting": 0, "fates": dict.fromkeys(FATES, 1)})

@@ -1,0 +1,113 @@
+"""Group filling (POPO, arXiv 2606.01281): zero-variance slots of a batch are trained on stored groups instead.
+
+One train step at policy version t:
+
+1. B prompts are generated, k rollouts each; nothing is ever generated again.
+2. The groups whose rewards differ stay. Each other slot takes the newest stored group that is eligible: those of the
+   last step first. A prompt without any group (its request failed) leaves a slot, too.
+3. What the buffer cannot fill stays in the batch with zero advantage, or is dropped.
+4. After the update the fresh informative groups are stored. Replayed ones are not stored again.
+
+So the batch has B groups and the optimizer takes as many steps as GRPO's. How a replayed group enters the loss is in
+``off_policy.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic
+
+from openrlhf_ext.config import FillConfig, GroupsConfig
+from openrlhf_ext.group_buffer import GroupBuffer, StoredGroup
+from openrlhf_ext.groups import is_effective
+from openrlhf_ext.types import P, RolloutGroup
+
+Divergence = Callable[[Sequence[StoredGroup]], Sequence[float]]
+"""KL(behavior || current policy) of stored groups, estimated on their own tokens."""
+
+
+def choose_groups(
+    versions: Sequence[int],
+    num_slots: int,
+    *,
+    version: int,
+    min_age: int = 1,
+    divergence: Sequence[float] | None = None,
+) -> list[int]:
+    """Which stored groups fill ``num_slots`` slots.
+
+    Args:
+        versions: policy version at birth of every stored group, in order of storage, oldest first.
+        num_slots: slots to fill.
+        version: policy version now.
+        min_age: train steps that a group must have been stored for; above 1 this is POPO-stale.
+        divergence: a number for each stored group; the smallest are taken (POPO-KL). None: the newest are taken.
+
+    Returns:
+        Indices into ``versions``, at most ``num_slots``, best first. Groups of one step are equally new and go by
+        order of storage, which is the random order of their prompts; equal divergences go newest first.
+    """
+    newest_first = [i for i in reversed(range(len(versions))) if version - versions[i] >= min_age]
+    if divergence is not None:
+        newest_first.sort(key=lambda i: divergence[i])
+    return newest_first[:num_slots]
+
+
+@dataclass(slots=True)
+class FilledStep(Generic[P]):
+    """The groups of one train step. ``fresh`` and ``replayed`` are trained."""
+
+    fresh: list[RolloutGroup[P]]
+    replayed: list[StoredGroup] = field(default_factory=list)
+    replaced: list[RolloutGroup[P]] = field(default_factory=list)
+    """Zero-variance groups whose slot was given to a stored group."""
+    dropped: list[RolloutGroup[P]] = field(default_factory=list)
+    """Zero-variance groups that nothing could replace and that are not kept."""
+
+
+class GroupFilling(Generic[P]):
+    """Steps 2 to 4 above, over a group buffer.
+
+    Args:
+        num_groups: groups in a full batch.
+        divergence: estimates what ``choose: kl`` sorts by; called at most once a step.
+    """
+
+    def __init__(
+        self, config: FillConfig, groups: GroupsConfig, buffer: GroupBuffer, *, num_groups: int, divergence: Divergence
+    ) -> None:
+        self._config, self._groups, self.buffer = config, groups, buffer
+        self._num_groups = num_groups
+        self._divergence = divergence
+
+    def fill(self, groups: Sequence[RolloutGroup[P]], version: int) -> FilledStep[P]:
+        """Give every slot without an informative group a stored one, as far as the buffer reaches."""
+        effective = [group for group in groups if self._is_effective(group)]
+        others = [group for group in groups if not self._is_effective(group)]
+        self.buffer.evict_stale(version)
+        stored = self.buffer.groups
+        num_slots = self._num_groups - len(effective)
+        divergence = self._divergence(stored) if self._config.choose == "kl" and stored and num_slots else None
+        chosen = choose_groups(
+            [group.policy_version for group in stored],
+            num_slots,
+            version=version,
+            min_age=self._config.min_age,
+            divergence=divergence,
+        )
+        step: FilledStep[P] = FilledStep(fresh=effective)
+        step.replayed = [self.buffer.use(stored[i]) for i in chosen]
+        step.replaced, unfilled = others[: len(chosen)], others[len(chosen) :]
+        if self._groups.ineffective == "keep":
+            step.fresh += unfilled
+        else:
+            step.dropped = unfilled
+        return step
+
+    def is_stored(self, group: RolloutGroup[P]) -> bool:
+        """Whether a fresh group, trained or not, goes into the buffer after the update."""
+        return self._config.store == "all" or self._is_effective(group)
+
+    def _is_effective(self, group: RolloutGroup[P]) -> bool:
+        return is_effective(group, metric=self._groups.metric, tolerance=self._groups.tolerance)
