@@ -13,6 +13,7 @@ from openrlhf_ext.config import ExtConfig
 from openrlhf_ext.prompts import PromptFile, read_prompts
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.settings import Settings, looks_local
+from openrlhf_ext.survivors import PilotBounds
 
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 """Advantage estimators whose baseline needs at least two rollouts of a prompt."""
@@ -27,6 +28,10 @@ def check(settings: Settings) -> None:
     _check_batches(args)
     _check_groups(args, ext)
     _check_fill(args, ext)
+    _check_pilot(args, ext)
+    _check_replay(args, ext)
+    _check_success_replay(args, ext)
+    _check_throttle(ext)
     _check_lengths(args)
     _check_template(args)
     _check_evaluation(args, ext)
@@ -157,6 +162,7 @@ def _check_groups(args: SimpleNamespace, ext: ExtConfig) -> None:
     if args.algo.dynamic_filtering_enable:
         for flag, on in (
             ("--ext.dapo", ext.dapo is not None),
+            ("--ext.pilot", ext.pilot is not None),
             ("--ext.groups.ineffective drop", ext.groups is not None and ext.groups.ineffective == "drop"),
         ):
             if on:
@@ -169,6 +175,7 @@ def _check_groups(args: SimpleNamespace, ext: ExtConfig) -> None:
     for flag, on in (
         (f"--algo.advantage.estimator {args.algo.advantage.estimator}", _has_group_baseline(args)),
         ("--ext.dapo", ext.dapo is not None),
+        ("--ext.pilot", ext.pilot is not None),
         ("--ext.groups", ext.groups is not None),
     ):
         if on:
@@ -188,11 +195,6 @@ def _check_fill(args: SimpleNamespace, ext: ExtConfig) -> None:
     estimator, fits = args.algo.advantage.estimator, ("group_norm", "rloo", "dr_grpo", "gae")
     if ext.groups is None:
         raise ValueError("--ext.fill needs --ext.groups, which says what an informative group is; add groups: {}")
-    if args.rollout.n_samples_per_prompt < 2:
-        raise ValueError(
-            "--rollout.n_samples_per_prompt must be at least 2 with --ext.fill, got 1: one rollout never varies; 8 is "
-            "usual"
-        )
     if args.algo.dynamic_filtering_enable:
         raise ValueError(
             "--ext.fill and --algo.dynamic_filtering_enable both handle zero-variance groups; remove "
@@ -213,6 +215,108 @@ def _check_fill(args: SimpleNamespace, ext: ExtConfig) -> None:
         raise ValueError(
             "--ext.fill.store all does not go with --algo.advantage.estimator gae, which normalizes advantages over "
             "groups that are stored but not trained; use another estimator or --ext.fill.store effective"
+        )
+
+
+def _check_pilot(args: SimpleNamespace, ext: ExtConfig) -> None:
+    pilot = ext.pilot
+    if pilot is None:
+        return
+    size = args.rollout.n_samples_per_prompt
+    n_pilot = pilot.pilots_per_prompt(size)
+    shown = f"--ext.pilot.n_pilot {n_pilot}" + (f" (a quarter of {size})" if pilot.n_pilot is None else "")
+    if ext.dapo is not None:
+        raise ValueError("--ext.pilot and --ext.dapo both decide which prompts are trained; remove one of the two")
+    if pilot.n_effective is not None and pilot.commit_only:
+        raise ValueError("--ext.pilot.n_effective trains pilots, --ext.pilot.commit_only trains none; remove one")
+    if pilot.n_effective is not None and pilot.n_effective > n_pilot:
+        raise ValueError(f"--ext.pilot.n_effective {pilot.n_effective} is more than {shown}; give at most {n_pilot}")
+    if pilot.pilots_per_group(size) >= size:
+        raise ValueError(
+            f"{shown} leaves no rollout to commit of --rollout.n_samples_per_prompt {size}; a quarter is usual"
+        )
+    bounds = PilotBounds.of(pilot, n_pilot)
+    if bounds.lower > bounds.upper:
+        raise ValueError(
+            f"{shown}: no number of correct pilots is an accuracy from --ext.pilot.p_lower {pilot.p_lower:g} to "
+            f"--ext.pilot.p_upper {pilot.p_upper:g}, so that no prompt would be committed; use more pilots or wider "
+            "thresholds"
+        )
+    batch = args.rollout.batch_size
+    if pilot.max_survivors is not None and pilot.max_survivors < batch:
+        raise ValueError(
+            f"--ext.pilot.max_survivors {pilot.max_survivors}: fewer prompts could wait than a batch commits "
+            f"(--rollout.batch_size {batch}); set at least {batch}"
+        )
+
+
+def _check_replay(args: SimpleNamespace, ext: ExtConfig) -> None:
+    """An advantage is one number that never changes, and the batch is one optimizer step."""
+    if ext.replay is None:
+        return
+    if ext.groups is None:
+        raise ValueError("--ext.replay needs --ext.groups, which says what an informative group is; add groups: {}")
+    if args.algo.dynamic_filtering_enable:
+        raise ValueError(
+            "--ext.replay and --algo.dynamic_filtering_enable both handle zero-variance groups; remove "
+            "--algo.dynamic_filtering_enable"
+        )
+    estimator, fits = args.algo.advantage.estimator, ("group_norm", "rloo", "dr_grpo")
+    if estimator not in fits:
+        raise ValueError(
+            f"--ext.replay does not go with --algo.advantage.estimator {estimator}: a replayed rollout keeps one "
+            "advantage, which must come from its own group and from no value model or whole batch; use one of "
+            f"{', '.join(fits)}"
+        )
+    if args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss:
+        raise ValueError(
+            f"--ext.replay does not go with --algo.kl.init_coef {args.algo.kl.init_coef:g} in the reward, which gives "
+            "each token an advantage of its own; set --algo.kl.init_coef 0, or --algo.kl.use_loss"
+        )
+    if args.actor.policy_loss_type != "ppo":
+        raise ValueError(
+            f"--ext.replay does not go with --actor.policy_loss_type {args.actor.policy_loss_type}: its ratio is for "
+            "a whole sequence, that of replayed tokens is one for each token; use --actor.policy_loss_type ppo"
+        )
+    if ext.replay.composition == "pool" and ext.groups.ineffective == "keep":
+        raise ValueError(
+            "--ext.replay.composition pool draws the whole batch from informative rollouts, but --ext.groups."
+            "ineffective keep trains the others, too; use --ext.groups.ineffective drop"
+        )
+    if ext.replay.composition == "pool" and ext.fill is not None:
+        raise ValueError(
+            "--ext.replay.composition pool draws the whole batch, which leaves no slots for --ext.fill; use "
+            "--ext.replay.composition fresh_anchored or --ext.fill null"
+        )
+
+
+def _check_success_replay(args: SimpleNamespace, ext: ExtConfig) -> None:
+    if ext.success_replay is None:
+        return
+    if args.algo.dynamic_filtering_enable:
+        raise ValueError(
+            "--ext.success_replay and --algo.dynamic_filtering_enable both handle zero-variance groups; remove "
+            "--algo.dynamic_filtering_enable"
+        )
+    for flag, on in (("--ext.fill", ext.fill), ("--ext.dapo", ext.dapo), ("--ext.pilot", ext.pilot)):
+        if on is not None:
+            raise ValueError(f"--ext.success_replay and {flag} both decide what becomes of failed groups; remove one")
+    if not _has_group_baseline(args):
+        raise ValueError(
+            f"--ext.success_replay does not go with --algo.advantage.estimator {args.algo.advantage.estimator}, which "
+            f"has no baseline of a group for a success to stand out from; use one of {', '.join(GROUP_ESTIMATORS)}"
+        )
+
+
+def _check_throttle(ext: ExtConfig) -> None:
+    if ext.throttle is None:
+        return
+    if ext.fill is None and ext.replay is None:
+        raise ValueError("--ext.throttle has nothing to act on without --ext.fill or --ext.replay; remove it")
+    if ext.replay is not None and ext.replay.composition == "pool":
+        raise ValueError(
+            "--ext.throttle cannot act on --ext.replay.composition pool, where a draw decides how much is replayed; "
+            "remove it"
         )
 
 

@@ -104,7 +104,7 @@ class FillConfig:
     capacity: int | None = field(
         default=None,
         metadata=_meta(
-            "groups that the buffer holds; null = rollout.batch_size",
+            "groups that the buffer holds; null = min_age x rollout.batch_size, with which a full batch is old enough",
             unit="groups",
             source="our choice; the paper says 'small'",
         ),
@@ -156,6 +156,332 @@ class FillConfig:
         if self.max_uses is not None:
             _at_least("ext.fill.max_uses", self.max_uses, 1, "null means no limit, --ext.fill null is off")
         _at_least("ext.fill.weight_cap", self.weight_cap, 1, "below 1 even an unchanged policy would be capped")
+
+
+@dataclass(frozen=True, slots=True)
+class PilotConfig:
+    """Pilot-Commit: a few pilot rollouts decide which prompts get a whole group (arXiv:2605.26606)."""
+
+    n_pilot: int | None = field(
+        default=None,
+        metadata=_meta(
+            "pilot rollouts per prompt; null = a quarter of rollout.n_samples_per_prompt",
+            unit="rollouts",
+            source="16 of 64 and 32 of 128 in the paper",
+        ),
+    )
+    n_effective: int | None = field(
+        default=None,
+        metadata=_meta(
+            "pilots that are trained, a subset of maximal variance; null = all of them",
+            unit="rollouts",
+            source="a diagnosis",
+        ),
+    )
+    commit_only: bool = field(
+        default=False, metadata=_meta("train no pilots, commit whole groups", source="a diagnosis of selection bias")
+    )
+    p_lower: float = field(
+        default=0.125, metadata=_meta("a prompt with a lower pilot accuracy is deferred", source="the paper's scripts")
+    )
+    p_upper: float = field(
+        default=0.75, metadata=_meta("a prompt with a higher pilot accuracy is skipped", source="the paper's scripts")
+    )
+    p_solve: float = field(
+        default=1.0,
+        metadata=_meta("a prompt of this pilot accuracy counts as solved, see ext.pool", source="the paper's scripts"),
+    )
+    prompts_per_round: int | None = field(
+        default=None,
+        metadata=_meta("prompts piloted per round; null = 3 x rollout.batch_size", unit="prompts", source="the paper"),
+    )
+    max_rounds: int = field(
+        default=10, metadata=_meta("rounds per train step, at most", unit="rounds", source="the paper's scripts")
+    )
+    max_age: int = field(
+        default=4,
+        metadata=_meta(
+            "oldest pilots that may be committed, with bind", unit="train steps", source="the paper's scripts"
+        ),
+    )
+    max_survivors: int | None = field(
+        default=None,
+        metadata=_meta(
+            "prompts that wait for their commit, at most; null = prompts_per_round or rollout.batch_size, the larger",
+            unit="prompts",
+        ),
+    )
+    order: Literal["random", "max_variance", "oldest"] = field(
+        default="random", metadata=_meta("which waiting prompts are committed first", source="the paper's 4B script")
+    )
+    bind: bool = field(
+        default=True,
+        metadata=_meta(
+            "send pilots of the next step along with the commits of this one; false = pilots, then their commits, "
+            "strictly on-policy",
+            source="the paper",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for name, way_out in (
+            ("n_pilot", "null means a quarter of a group"),
+            ("n_effective", "null means all pilots"),
+            ("prompts_per_round", "null means 3 x rollout.batch_size"),
+            ("max_rounds", "1 means that a step without waiting prompts trains nothing"),
+            ("max_survivors", "null means as many as a round pilots"),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(f"ext.pilot.{name}", value, 1, way_out)
+        _at_least("ext.pilot.max_age", self.max_age, 0, "0 commits only pilots of the current policy")
+        if not 0.0 <= self.p_lower <= self.p_upper <= self.p_solve <= 1.0:
+            raise ConfigError(
+                "ext.pilot.p_lower",
+                f"must not exceed p_upper, nor p_upper p_solve, all in [0, 1]; got {self.p_lower:g}, {self.p_upper:g} "
+                f"and {self.p_solve:g}",
+            )
+
+    def pilots_per_prompt(self, group_size: int) -> int:
+        return max(1, group_size // 4) if self.n_pilot is None else self.n_pilot
+
+    def pilots_per_group(self, group_size: int) -> int:
+        """How many of a prompt's pilots are trained."""
+        return 0 if self.commit_only else self.n_effective or self.pilots_per_prompt(group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """When a solved prompt leaves the pool of training prompts, and for how long."""
+
+    exclude_min_rollouts: int = field(
+        default=16,
+        metadata=_meta(
+            "a prompt is excluded after this many solved rollouts without a failure in between",
+            unit="rollouts",
+            source="Pilot-Commit's smallest pilot",
+        ),
+    )
+    exclude_min_visits: int = field(
+        default=2, metadata=_meta("and after solved pilots in this many epochs", unit="epochs")
+    )
+    exclude_epochs: int | None = field(
+        default=None,
+        metadata=_meta(
+            "epochs for which a prompt stays excluded; null = for good", unit="epochs", source="Pilot-Commit"
+        ),
+    )
+    floor: float = field(default=0.25, metadata=_meta("share of the prompts that is never excluded", unit="fraction"))
+
+    def __post_init__(self) -> None:
+        _at_least("ext.pool.exclude_min_rollouts", self.exclude_min_rollouts, 1, "1 means no minimum")
+        _at_least("ext.pool.exclude_min_visits", self.exclude_min_visits, 1, "1 excludes at the first solved pilot")
+        if self.exclude_epochs is not None:
+            _at_least("ext.pool.exclude_epochs", self.exclude_epochs, 1, "null means for good")
+        if not 0.0 <= self.floor <= 1.0:
+            raise ConfigError("ext.pool.floor", f"must be in [0, 1], got {self.floor:g}; 1 excludes no prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class MoppsConfig:
+    """MoPPS: of several candidates, roll out the prompts predicted nearest to a target accuracy (arXiv:2507.04632)."""
+
+    candidates: int = field(
+        default=8, metadata=_meta("candidates per chosen prompt", source="the paper's Countdown runs; 16 for math")
+    )
+    target: float = field(default=0.5, metadata=_meta("the wanted accuracy", source="the paper"))
+    decay: float = field(
+        default=0.5,
+        metadata=_meta("weight of what was known before a visit", source="the paper's Countdown runs; 1 for math"),
+    )
+
+    def __post_init__(self) -> None:
+        _at_least("ext.mopps.candidates", self.candidates, 2, "1 would leave no choice, --ext.mopps null is off")
+        for name, value in (("target", self.target), ("decay", self.decay)):
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"ext.mopps.{name}", f"must be in [0, 1], got {value:g}; the default is 0.5")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """Rollouts of earlier steps are trained again beside the fresh batch (APER, arXiv:2606.04560).
+
+    What counts as informative is ``ext.groups``. Values with "secondary source" are a third party's transcription of
+    the paper's settings.
+    """
+
+    ratio: float = field(
+        default=0.5, metadata=_meta("replayed per fresh informative rollout", source="secondary source")
+    )
+    composition: Literal["fresh_anchored", "pool"] = field(
+        default="fresh_anchored",
+        metadata=_meta(
+            "all fresh informative rollouts and a draw beside them, or (1 + ratio) times as many drawn from fresh and "
+            "stored together",
+            source="the paper; pool is its naive baseline, its size is our choice",
+        ),
+    )
+    granularity: Literal["rollout", "group"] = field(
+        default="rollout", metadata=_meta("what is drawn", source="the paper; groups are naive replay")
+    )
+    priority: Literal["abs_advantage", "sigma", "uniform"] = field(
+        default="abs_advantage",
+        metadata=_meta(
+            "what makes a draw likely: the advantage's size (its mean over a group), the group's reward deviation, or "
+            "nothing",
+            source="the paper; the last two are its baselines",
+        ),
+    )
+    alpha: float = field(
+        default=0.5,
+        metadata=_meta("P ~ (priority + eps)^alpha; 0 is uniform", source="secondary source"),
+    )
+    eps: float = field(default=1e-6, metadata=_meta("added to the priority", source="secondary source"))
+    warmup_steps: int = field(
+        default=20,
+        metadata=_meta(
+            "steps that only fill the buffer, also after a restart without it; scale it down for runs below 50 steps",
+            unit="train steps",
+            source="secondary source",
+        ),
+    )
+    eviction: Literal["age", "capacity", "none"] = field(
+        default="age",
+        metadata=_meta(
+            "what leaves the buffer: rollouts beyond max_age and then beyond capacity, the oldest beyond capacity, or "
+            "nothing; beyond max_gib the oldest always go",
+            source="the paper; the last two are its ablations",
+        ),
+    )
+    max_age: int = field(
+        default=10,
+        metadata=_meta("oldest age that is used, with eviction age", unit="train steps", source="the paper"),
+    )
+    capacity: int = field(
+        default=30_000,
+        metadata=_meta(
+            "rollouts that the buffer holds; a back-stop with eviction age",
+            unit="rollouts",
+            source="secondary source",
+        ),
+    )
+    max_gib: float = field(
+        default=8.0, metadata=_meta("memory of the buffer; beyond it the oldest steps go", unit="GiB")
+    )
+    max_uses: int | None = field(
+        default=None, metadata=_meta("times a rollout is drawn; null = no limit", unit="uses")
+    )
+    beta: float = field(
+        default=0.0,
+        metadata=_meta(
+            "exponent of the weights that correct for the priorities; 0 = off", source="off; PER (arXiv:1511.05952)"
+        ),
+    )
+    objective: Objective = field(
+        default="behavior_clip",
+        metadata=_meta(
+            "replayed tokens: clipped around the behavior policy (weight 1), or as ext.fill.objective",
+            source="secondary source",
+        ),
+    )
+    weight_cap: float = field(
+        default=5.0, metadata=_meta("as ext.fill.weight_cap, with objective decoupled", source="our choice")
+    )
+    rare_max_age: int | None = field(
+        default=None,
+        metadata=_meta(
+            "oldest age of a rare success, above max_age; null = as any rollout",
+            unit="train steps",
+            source="an extension beyond the paper",
+        ),
+    )
+    rare_accuracy: float = field(
+        default=0.25,
+        metadata=_meta("a correct rollout is a rare success in a group of at most this accuracy", source="our choice"),
+    )
+
+    def __post_init__(self) -> None:
+        _at_least("ext.replay.alpha", self.alpha, 0, "0 draws uniformly")
+        _at_least("ext.replay.warmup_steps", self.warmup_steps, 0, "0 draws as soon as something is stored")
+        _at_least("ext.replay.max_age", self.max_age, 1, "a rollout can be drawn from the next step on, at age 1")
+        _at_least("ext.replay.capacity", self.capacity, 1, "--ext.replay null is off")
+        _at_least("ext.replay.beta", self.beta, 0, "0 is off")
+        _at_least("ext.replay.weight_cap", self.weight_cap, 1, "below 1 even an unchanged policy would be capped")
+        if self.max_uses is not None:
+            _at_least("ext.replay.max_uses", self.max_uses, 1, "null means no limit, --ext.replay null is off")
+        for name in ("ratio", "eps", "max_gib"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                raise ConfigError(f"ext.replay.{name}", f"must be a positive number, got {value:g}")
+        if self.beta and self.composition == "pool":
+            raise ConfigError("ext.replay.beta", "must be 0 with composition pool: fresh rollouts are drawn, too")
+        self._check_rare()
+
+    def _check_rare(self) -> None:
+        if not 0.0 < self.rare_accuracy < 1.0:
+            raise ConfigError("ext.replay.rare_accuracy", f"must be above 0 and below 1, got {self.rare_accuracy:g}")
+        if self.rare_max_age is None:
+            return
+        _at_least("ext.replay.rare_max_age", self.rare_max_age, self.max_age, "it cannot be below max_age")
+        if self.eviction != "age" or self.granularity != "rollout":
+            raise ConfigError("ext.replay.rare_max_age", "needs eviction age and granularity rollout; null is off")
+
+
+@dataclass(frozen=True, slots=True)
+class ThrottleConfig:
+    """Less is replayed after a step in which replay went too far (ext.fill and ext.replay). Our extension."""
+
+    max_row_frac: float | None = field(
+        default=0.5, metadata=_meta("largest share of replayed rows; null = not looked at", source="our choice")
+    )
+    min_effective_sample_frac: float | None = field(
+        default=0.5,
+        metadata=_meta(
+            "smallest effective sample size of the replayed tokens' weights, as a share; null = not looked at",
+            source="our choice",
+        ),
+    )
+    max_behavior_kl: float | None = field(
+        default=0.1,
+        metadata=_meta(
+            "largest mean KL(behavior || proximal policy) of replayed tokens; null = not looked at",
+            unit="nats per token",
+            source="our choice",
+        ),
+    )
+    shrink: float = field(
+        default=0.5, metadata=_meta("factor of the replay share after such a step", source="our choice")
+    )
+    recover: float = field(
+        default=0.05, metadata=_meta("added to the replay share after any other step", source="our choice")
+    )
+    min_share: float = field(
+        default=0.1, metadata=_meta("the replay share shrinks to this at most", source="our choice")
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_row_frac", "min_effective_sample_frac", "shrink", "recover", "min_share"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value <= 1.0:
+                raise ConfigError(f"ext.throttle.{name}", f"must be above 0 and at most 1, got {value:g}")
+        if self.max_behavior_kl is not None:
+            _at_least("ext.throttle.max_behavior_kl", self.max_behavior_kl, 0, "null means that it is not looked at")
+
+
+@dataclass(frozen=True, slots=True)
+class SuccessReplayConfig:
+    """A failed group's first rollout is replaced by a stored success of its prompt (ARPO, arXiv:2505.16282)."""
+
+    capacity: int = field(
+        default=8,
+        metadata=_meta("successes that are stored of each prompt", unit="rollouts", source="the paper's code"),
+    )
+    max_gib: float = field(default=8.0, metadata=_meta("memory of them all; beyond it the oldest go", unit="GiB"))
+
+    def __post_init__(self) -> None:
+        _at_least("ext.success_replay.capacity", self.capacity, 1, "--ext.success_replay null is off")
+        if not math.isfinite(self.max_gib) or self.max_gib <= 0:
+            raise ConfigError("ext.success_replay.max_gib", f"must be a positive number of GiB, got {self.max_gib:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +594,20 @@ class ExtConfig:
     dapo: DapoConfig | None = field(default=None, metadata=_meta("dynamic sampling; null = off"))
     fill: FillConfig | None = field(
         default=None, metadata=_meta("zero-variance slots filled from a group buffer; null = off")
+    )
+    pilot: PilotConfig | None = field(
+        default=None, metadata=_meta("pilot rollouts decide which prompts are trained; null = off")
+    )
+    pool: PoolConfig = field(default=PoolConfig(), metadata=_meta("exclusion of solved prompts"))
+    mopps: MoppsConfig | None = field(default=None, metadata=_meta("predictive prompt selection; null = off"))
+    replay: ReplayConfig | None = field(
+        default=None, metadata=_meta("rollouts of earlier steps beside the fresh batch; null = off")
+    )
+    success_replay: SuccessReplayConfig | None = field(
+        default=None, metadata=_meta("stored successes in failed groups; null = off")
+    )
+    throttle: ThrottleConfig | None = field(
+        default=None, metadata=_meta("less replay after a step in which it went too far; null = off")
     )
     rollout: RolloutConfig = field(default=RolloutConfig(), metadata=_meta("generation"))
     reward: RewardConfig = field(default=RewardConfig(), metadata=_meta("reward calls"))

@@ -87,14 +87,17 @@ class GroupFilling(Generic[P]):
         others = [group for group in groups if not self._is_effective(group)]
         self.buffer.evict_stale(version)
         stored = self.buffer.groups
+        versions = [group.policy_version for group in stored]
         num_slots = self._num_groups - len(effective)
-        divergence = self._divergence(stored) if self._config.choose == "kl" and stored and num_slots else None
+        # With room for all of them there is nothing to choose, and no forward pass to pay for.
+        num_eligible = sum(version - born >= self._config.min_age for born in versions)
+        by_divergence = self._config.choose == "kl" and num_eligible > num_slots > 0
         chosen = choose_groups(
-            [group.policy_version for group in stored],
+            versions,
             num_slots,
             version=version,
             min_age=self._config.min_age,
-            divergence=divergence,
+            divergence=self._divergence(stored) if by_divergence else None,
         )
         step: FilledStep[P] = FilledStep(fresh=effective)
         step.replayed = [self.buffer.use(stored[i]) for i in chosen]
@@ -104,6 +107,13 @@ class GroupFilling(Generic[P]):
         else:
             step.dropped = unfilled
         return step
+
+    def store(self, copies: Sequence[StoredGroup]) -> None:
+        """Push the copies of this step's stored groups, in the order of their requests.
+
+        Trained groups first would make the others the newest, and so the first choice, with ``store: all``.
+        """
+        self.buffer.push(sorted(copies, key=lambda group: group.group_id))
 
     def is_stored(self, group: RolloutGroup[P]) -> bool:
         """Whether a fresh group, trained or not, goes into the buffer after the update."""

@@ -64,12 +64,15 @@ class GroupBuffer:
         """
         for group in groups:
             key = (group.prompt.prompt_id, group.policy_version)
+            self._num_pushed += 1
+            size = num_bytes(rollout.payload for rollout in group.rollouts)
+            if size > self._max_bytes:  # it would push out everything else, and then itself
+                self._evicted["bytes"] += 1
+                continue
             if key in self._entries:
                 self._evict(key, "same_key")
-            size = num_bytes(rollout.payload for rollout in group.rollouts)
             self._entries[key] = _Entry(group, size)
             self._num_bytes += size
-            self._num_pushed += 1
         while len(self._entries) > self._capacity:
             self._evict(next(iter(self._entries)), "capacity")
         while self._num_bytes > self._max_bytes:

@@ -1,8 +1,8 @@
 """The rollout ledger: every generated training response is in exactly one place.
 
 A rollout is counted when the engine returns it and gets one fate. ``close_step`` asserts
-``generated == sum of fates + waiting`` and returns the step's figures; a mismatch is a bug in this package, so it raises.
-``waiting`` are pilot rollouts whose prompt has not been committed yet; nothing else may go from one step to the next.
+``generated == sum of fates + waiting`` and returns the step's figures; a mismatch is a bug in this package, so it
+raises. Waiting are only the pilot rollouts of prompts that have not been committed yet.
 
 Fates of pilot rollouts that are not trained:
 
@@ -98,7 +98,8 @@ class RolloutLedger:
         if total != self._generated:
             raise RuntimeError(
                 f"rollout ledger does not balance: {self._generated} generated, {total} accounted for "
-                f"({dict(self._fates)}, {self._waiting} waiting); this is a bug in openrlhf_ext, please report it with this line"
+                f"({dict(self._fates)}, {self._waiting} waiting); this is a bug in openrlhf_ext, please report it "
+                "with this line"
             )
 
     def close_step(self) -> dict[str, int]:
@@ -118,7 +119,7 @@ class RolloutLedger:
         return metrics
 
     def as_dict(self) -> dict[str, object]:
-        """Content of ``ledger.json``: ``generated``, ``tokens``, and ``fates`` and ``waiting``, which sum to ``generated``.
+        """Content of ``ledger.json``; ``fates`` and ``waiting`` sum to ``generated``.
 
         ``replayed`` counts rollouts that were trained again; it is no fate.
         """
@@ -137,7 +138,7 @@ class RolloutLedger:
         """Continue from a saved ledger. Raises RuntimeError when the saved one does not balance."""
         self._generated = int(state["generated"])  # type: ignore[call-overload]
         self._tokens = int(state["tokens"])  # type: ignore[call-overload]
-        self._replayed = int(state["replayed"])  # type: ignore[call-overload]
+        self._replayed = int(state.get("replayed", 0))  # type: ignore[call-overload]
         self._waiting = int(state["waiting"])  # type: ignore[call-overload]
         self._fates = Counter(state["fates"])  # type: ignore[call-overload]
         self._step_start = self._snapshot()

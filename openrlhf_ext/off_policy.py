@@ -16,7 +16,7 @@ Because w >= 0, ``w min(r A, clip(r) A) = min(r (w A), clip(r) (w A))``, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
 
 import torch
 
@@ -53,20 +53,6 @@ def clip_center_and_weight(
     return proximal, (proximal - behavior).clamp(max=math.log(weight_cap)).exp()
 
 
-def weight_metrics(weights: torch.Tensor, *, weight_cap: float) -> dict[str, float]:
-    """Of the weights of some tokens (N,): mean, max, share at the cap, and effective sample size.
-
-    The effective sample size is Kish's (sum w)^2 / sum w^2 as a share of N, in (0, 1]; 1: all are equal.
-    """
-    total, squares = (float(x.sum(dtype=torch.float64)) for x in (weights, weights * weights))
-    return {
-        "weight_mean": total / len(weights),
-        "weight_max": float(weights.max()),
-        "weight_capped_frac": float((weights >= weight_cap * (1 - 1e-6)).sum()) / len(weights),
-        "effective_sample_frac": total**2 / (len(weights) * squares),
-    }
-
-
 def behavior_kl(proximal: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
     """KL(behavior || proximal) at each token, estimated from the token that the behavior policy sampled.
 
@@ -76,14 +62,44 @@ def behavior_kl(proximal: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
     return torch.expm1(d) - d
 
 
-def kl_by_age(token_kls: Iterable[tuple[int, torch.Tensor]]) -> dict[str, float]:
-    """Mean over tokens of `behavior_kl`, by age in train steps: 1, 2, 3-4, 5-8, 9-16, 17 and more; and of all."""
-    by_age: dict[str, list[torch.Tensor]] = {}
-    for age, kl in token_kls:
-        by_age.setdefault(_age_bin(age), []).append(kl)
-    means = {f"behavior_kl_age_{name}": float(torch.cat(by_age[name]).mean()) for name in sorted(by_age)}
-    everything = [kl for kls in by_age.values() for kl in kls]
-    return {"behavior_kl": float(torch.cat(everything).mean()), **means} if everything else {}
+class ReplayMeter:
+    """Sums over replayed tokens, added row by row: their weights, and how far the policy has moved since birth."""
+
+    def __init__(self, *, weight_cap: float) -> None:
+        self._weight_cap = weight_cap
+        self._num_tokens = self._num_capped = 0
+        self._weights = self._squares = self._largest = 0.0
+        self._kl: Counter[str] = Counter()
+        self._kl_tokens: Counter[str] = Counter()
+
+    def add(self, weights: torch.Tensor, kl: torch.Tensor, *, age: int) -> None:
+        """The tokens (N,) of one row: their weights, their `behavior_kl`, and the row's age in train steps."""
+        weights = weights.double()  # the square of a small float32 is zero
+        self._num_tokens += len(weights)
+        self._num_capped += int((weights >= self._weight_cap * (1 - 1e-6)).sum())
+        self._weights += float(weights.sum())
+        self._squares += float(weights.square().sum())
+        self._largest = max(self._largest, float(weights.max()))
+        for key in ("behavior_kl", f"behavior_kl_age_{_age_bin(age)}"):
+            self._kl[key] += float(kl.sum())
+            self._kl_tokens[key] += len(kl)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over tokens; nothing without a token.
+
+        The effective sample size is Kish's (sum w)^2 / sum w^2 as a share of the tokens, in (0, 1]; 1: all are equal,
+        0 where no weight is above zero. The KL is given for ages 1, 2, 3-4, 5-8, 9-16, 17 and more, and for all.
+        """
+        n = self._num_tokens
+        if not n:
+            return {}
+        return {
+            "weight_mean": self._weights / n,
+            "weight_max": self._largest,
+            "weight_capped_frac": self._num_capped / n,
+            "effective_sample_frac": self._weights**2 / (n * self._squares) if self._squares else 0.0,
+            **{key: self._kl[key] / self._kl_tokens[key] for key in sorted(self._kl)},
+        }
 
 
 def _age_bin(age: int) -> str:

@@ -10,7 +10,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_ext.config import FillConfig
 from openrlhf_ext.group_buffer import StoredGroup
-from openrlhf_ext.off_policy import behavior_kl, clip_center_and_weight, kl_by_age, weight_metrics
+from openrlhf_ext.off_policy import ReplayMeter, behavior_kl, clip_center_and_weight
 from openrlhf_ext.stored_row import StoredRow, copy_multimodal
 from openrlhf_ext.types import Rollout, RolloutGroup
 
@@ -82,47 +82,47 @@ def copy_sample(rollout: Rollout[Experience]) -> Experience:
 
 def weigh_rows(
     rows: Sequence[Experience],
-    stored: Sequence[StoredRow | None],
+    stored: Sequence[StoredRow],
     ages: Sequence[int],
     config: FillConfig,
     *,
     correct_engine: bool,
 ) -> dict[str, float]:
-    """Turn rows with proximal log-probabilities and plain advantages into what the off-policy objective trains.
+    """Turn replayed rows with plain advantages into what the off-policy objective trains.
 
-    A fresh row's behavior policy is its proximal one, which makes its weight exactly 1. Fields are replaced, never
+    Fresh rows need nothing: their behavior policy is the proximal one, and their weight 1. Tensors are replaced, never
     written into.
 
     Args:
-        rows: single rows; ``advantages`` and ``action_log_probs`` are replaced, and ``info`` gets `REPLAYED`.
-        stored: the stored row that a row was restored from, None for fresh ones.
+        rows: single rows; ``advantages``, and where the objective says so ``action_log_probs``, are replaced.
+        stored: what each row was restored from.
         ages: train steps since each row was sampled.
-        correct_engine: give replayed rows the engine mismatch of their birth, for OpenRLHF's own correction.
+        correct_engine: give the rows the engine mismatch of their birth, for OpenRLHF's own correction.
 
     Returns:
-        Metrics by origin, ``replay/...`` and ``fresh/...``.
+        Metrics, ``replay/...``.
     """
-    weights: dict[str, list[torch.Tensor]] = {"fresh": [], "replay": []}
-    kls: list[tuple[int, torch.Tensor]] = []
+    meter = ReplayMeter(weight_cap=config.weight_cap)
     for row, source, age in zip(rows, stored, ages, strict=True):
-        mask = row.action_mask.bool()
-        proximal = row.action_log_probs
-        behavior = proximal if source is None else torch.where(mask, source.on_actions(source.behavior_log_probs), 0.0)
+        mask = source.action_mask  # in NumPy: PyTorch takes five times as long to index by a mask
+        proximal = torch.from_numpy(row.action_log_probs.float().numpy()[mask])
+        behavior = torch.from_numpy(source.behavior_log_probs)
         center, weight = clip_center_and_weight(
-            proximal.float(), behavior.float(), objective=config.objective, weight_cap=config.weight_cap
+            proximal, behavior, objective=config.objective, weight_cap=config.weight_cap
         )
-        row.advantages = row.advantages * torch.where(mask, weight, 1.0)
-        row.info[REPLAYED] = torch.tensor(float(source is not None))
-        weights["fresh" if source is None else "replay"].append(weight[mask])
-        if source is not None:
-            row.action_log_probs = torch.where(mask, center, proximal)
-            kls.append((age, behavior_kl(proximal[mask], behavior[mask])))
-            if correct_engine and source.engine_gap is not None:
-                row.rollout_log_probs = torch.where(mask, center - source.on_actions(source.engine_gap), 0.0)
-    metrics = {
-        f"{origin}/{name}": value
-        for origin, parts in weights.items()
-        if parts
-        for name, value in weight_metrics(torch.cat(parts), weight_cap=config.weight_cap).items()
-    }
-    return metrics | {f"replay/{name}": value for name, value in kl_by_age(kls).items()}
+        advantages = row.advantages.clone()
+        advantages.numpy()[mask] *= weight.numpy()
+        row.advantages = advantages
+        if config.objective == "behavior_clip":
+            row.action_log_probs = source.on_actions(center.numpy())
+        if correct_engine and source.engine_gap is not None:
+            row.rollout_log_probs = source.on_actions(center.numpy() - source.engine_gap)
+        meter.add(weight, behavior_kl(proximal, behavior), age=age)
+    return {f"replay/{name}": value for name, value in meter.metrics().items()}
+
+
+def mark_rows(fresh: Sequence[Experience], replayed: Sequence[Experience]) -> None:
+    """Tell the actors which rows are replayed; all rows of a batch must have the key, or none."""
+    for rows, value in ((fresh, 0.0), (replayed, 1.0)):
+        for row in rows:
+            row.info[REPLAYED] = torch.tensor(value)

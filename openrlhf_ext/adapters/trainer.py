@@ -25,7 +25,7 @@ from openrlhf_ext.adapters.data import load_prompts
 from openrlhf_ext.adapters.experience_maker import ExperienceMaker, plan_training, rank_windows
 from openrlhf_ext.adapters.generation import EnginePool, GroupGenerator, unify_info
 from openrlhf_ext.adapters.measured_loss import ratios
-from openrlhf_ext.adapters.replay import copy_sample, restore_samples, store_group, weigh_rows
+from openrlhf_ext.adapters.replay import copy_sample, mark_rows, restore_samples, store_group, weigh_rows
 from openrlhf_ext.adapters.step_report import (
     method_name,
     report_failures,
@@ -127,7 +127,7 @@ class Trainer(BasePPOTrainer):
         if fill is None:
             return None
         buffer = GroupBuffer(
-            capacity=fill.capacity or args.rollout.batch_size,
+            capacity=fill.capacity or fill.min_age * args.rollout.batch_size,
             max_bytes=int(fill.max_gib * 2**30),
             max_age=fill.max_age,
             max_uses=fill.max_uses,
@@ -164,6 +164,8 @@ class Trainer(BasePPOTrainer):
         report_failures(sampled.failed, sampled.num_prompts, f"step {step}")
         filled = self._fill(sampled, step)
         metrics = self._train(filled, step, clock) if filled.fresh or filled.replayed else self._skip(sampled)
+        # A step without training counts, too: ages and steps of birth are in train steps.
+        self.generator.policy_version = step
         tolerance = self.ext.groups.tolerance if self.ext.groups else DEFAULT_TOLERANCE
         metrics |= step_metrics(sampled, [*filled.fresh, *filled.replayed], tolerance=tolerance)
         metrics["step/num_reward_timeouts"] = self.generator.take_num_reward_timeouts()
@@ -211,9 +213,8 @@ class Trainer(BasePPOTrainer):
         clock.lap("ppo_train")
         self.broadcast_to_vllm()
         clock.lap("broadcast")
-        self.generator.policy_version = step
         if self.filling is not None:
-            self.filling.buffer.push(to_store)
+            self.filling.store(to_store)
             metrics |= self.filling.buffer.metrics(step) | ratios(status)
         if math.isfinite(status.get("kl", math.nan)):
             self.kl_ctl.update(status["kl"], len(rows))
@@ -252,13 +253,8 @@ class Trainer(BasePPOTrainer):
         version = self.generator.policy_version
         stored = [rollout.payload for group in groups for rollout in group.rollouts]
         ages = [version - group.policy_version for group in groups for _ in group.rollouts]
-        metrics = weigh_rows(
-            [*fresh, *replayed],
-            [None] * len(fresh) + stored,
-            [0] * len(fresh) + ages,
-            self.ext.fill,
-            correct_engine=self._corrects_engine,
-        )
+        mark_rows(fresh, replayed)
+        metrics = weigh_rows(replayed, stored, ages, self.ext.fill, correct_engine=self._corrects_engine)
         metrics |= {"replay/num_groups": len(groups), "replay/num_rows": len(replayed)}
         return metrics | ({"replay/age_mean": float(np.mean(ages)), "replay/age_max": max(ages)} if ages else {})
 
@@ -402,6 +398,8 @@ class Trainer(BasePPOTrainer):
         self.reporter.train_seconds = state["train_seconds"]
         step = states["global_step"]
         self.generator.policy_version = step
+        if self.filling is not None:
+            logger.warning("checkpoints do not hold the group buffer yet: it starts empty and fills up again")
         self.run_dir.forget_after(step)
         self.broadcast_to_vllm()
         return step

@@ -45,6 +45,7 @@ class Ledger(TypedDict):
     """``ledger.json``: rollouts generated for training, and how many went where."""
 
     generated: int
+    replayed: int
     fates: dict[str, int]
 
 
@@ -102,6 +103,7 @@ def spent_lines(summary: Summary, ledger: Ledger) -> list[str]:
         f"tokens generated          {summary['tokens_generated']:,}",
         f"rollouts generated        {generated:,}",
         *(f"  {fate:<24}{count:,} ({count / generated:.1%})" for fate, count in ledger["fates"].items() if count),
+        *([f"rollouts trained again    {ledger['replayed']:,}"] if ledger["replayed"] else []),
     ]
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from fakes import policy_actor
 from recorded import rows_for, token_mean_gradient, upstream_args
+from replayed import mixed_rows
 
 from openrlhf_ext.adapters.actors import TrainStepSchedule, _add_metrics, _reduce
 
@@ -161,3 +162,17 @@ def test_on_two_ranks_any_number_of_rows_trains_as_one_mean_over_all(
 def test_a_metric_that_only_some_rollouts_have_is_a_mean_over_all_rows(two_ranks: list[dict]) -> None:
     # Open case C18: rows 0, 3, 6 of 7 say "format"; ranks train rows 0 to 3 and 4 to 6. (1 + 1 + 1) / 7.
     assert [found["mixed_info"]["format"] for found in two_ranks] == [pytest.approx(3 / 7)] * 2
+
+
+def test_on_two_ranks_fresh_and_replayed_rows_train_as_one_mean_over_all(
+    two_ranks: list[dict], local_ray: None
+) -> None:
+    # 7 fresh and 8 replayed rows: the first rank trains fresh and one replayed, the second replayed ones only.
+    args = upstream_args()
+    rows = mixed_rows(args)
+    expected = token_mean_gradient(policy_actor(args), rows, args)
+    tokens = [int(row.action_mask.sum()) for row in rows]
+    for found in two_ranks:
+        torch.testing.assert_close(found["replay"]["gradients"], [expected] * 2, atol=1e-6, rtol=0)
+        assert found["replay"]["status"] == two_ranks[0]["replay"]["status"]
+        assert found["replay"]["status"]["replay_token_frac"] == pytest.approx(sum(tokens[7:]) / sum(tokens))

@@ -30,6 +30,7 @@ from recorded import (  # noqa: E402
     train_upstream,
     upstream_args,
 )
+from replayed import mixed_rows  # noqa: E402
 from torch.multiprocessing import start_processes  # noqa: E402
 
 from openrlhf_ext.adapters.actors import _reduce  # noqa: E402
@@ -80,6 +81,7 @@ def run_rank(rank: int, folder: Path) -> None:
     for num_rows in (40, 7, 1):
         found[num_rows] = trained(args, lambda actor, rows: train(actor, rows, args), rows_for(args)[:num_rows])
     found["mixed_info"] = mixed_info(args)
+    found["replay"] = trained(args, lambda actor, rows: train(actor, rows, args), mixed_rows(args))
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

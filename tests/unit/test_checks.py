@@ -8,7 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from openrlhf_ext.checks import check, check_reward_file, read_prompt_files
-from openrlhf_ext.config import DapoConfig, DataConfig, EvalConfig, ExtConfig, GroupsConfig
+from openrlhf_ext.config import (
+    ConfigError,
+    DapoConfig,
+    DataConfig,
+    EvalConfig,
+    ExtConfig,
+    FillConfig,
+    GroupsConfig,
+    MoppsConfig,
+    PilotConfig,
+    PoolConfig,
+)
 from openrlhf_ext.settings import Settings
 
 GOOD: dict[str, object] = {
@@ -120,7 +131,11 @@ def test_a_train_batch_must_be_whole_micro_batches_on_every_rank(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("ext", "flag"),
-    [({"dapo": DapoConfig()}, "--ext.dapo "), ({"groups": GroupsConfig("drop")}, "--ext.groups.ineffective drop ")],
+    [
+        ({"dapo": DapoConfig()}, "--ext.dapo "),
+        ({"pilot": PilotConfig()}, "--ext.pilot "),
+        ({"groups": GroupsConfig("drop")}, "--ext.groups.ineffective drop "),
+    ],
 )
 def test_two_filters_of_groups_contradict_each_other(tmp_path: Path, ext: dict[str, object], flag: str) -> None:
     message = refusal(tmp_path, {"algo.dynamic_filtering_enable": True}, **ext)
@@ -137,6 +152,7 @@ def test_keeping_ineffective_groups_agrees_with_dynamic_filtering(tmp_path: Path
     [
         ("group_norm", {}, "--algo.advantage.estimator group_norm"),
         ("reinforce", {"dapo": DapoConfig()}, "--ext.dapo"),
+        ("reinforce", {"pilot": PilotConfig()}, "--ext.pilot"),
         ("reinforce", {"groups": GroupsConfig()}, "--ext.groups"),
     ],
 )
@@ -148,6 +164,69 @@ def test_groups_need_two_rollouts(tmp_path: Path, estimator: str, ext: dict[str,
 def test_one_rollout_is_enough_without_groups(tmp_path: Path) -> None:
     one = {"rollout.n_samples_per_prompt": 1, "train.batch_size": 16, "algo.advantage.estimator": "reinforce"}
     check(settings(tmp_path, one))
+
+
+def test_pilots_of_a_quarter_of_a_group_pass(tmp_path: Path) -> None:
+    check(settings(tmp_path, {}, pilot=PilotConfig(), mopps=MoppsConfig()))
+    check(settings(tmp_path, {}, pilot=PilotConfig(n_pilot=8, commit_only=True), groups=GroupsConfig("drop")))
+    check(settings(tmp_path, {}, pilot=PilotConfig(n_pilot=8, n_effective=7)))
+
+
+@pytest.mark.parametrize(
+    ("pilot", "message"),
+    # Groups of 8, batches of 16.
+    [
+        ({"n_pilot": 8}, "--ext.pilot.n_pilot 8 leaves no rollout to commit of --rollout.n_samples_per_prompt 8; "),
+        ({"n_effective": 3}, "--ext.pilot.n_effective 3 is more than --ext.pilot.n_pilot 2 (a quarter of 8); give at"),
+        ({"n_effective": 1, "commit_only": True}, "--ext.pilot.n_effective trains pilots, --ext.pilot.commit_only"),
+        # 0 of 1 is too hard, 1 of 1 too easy.
+        ({"n_pilot": 1}, "--ext.pilot.n_pilot 1: no number of correct pilots is an accuracy from --ext.pilot.p_lower"),
+        # 1/4 < .3 and .45 < 2/4.
+        ({"n_pilot": 4, "p_lower": 0.3, "p_upper": 0.45}, "--ext.pilot.n_pilot 4: no number of correct pilots"),
+        ({"max_survivors": 15}, "--ext.pilot.max_survivors 15: fewer prompts could wait than a batch commits (--roll"),
+    ],
+)
+def test_pilots_that_could_not_work_are_refused(tmp_path: Path, pilot: dict[str, object], message: str) -> None:
+    assert refusal(tmp_path, {}, pilot=PilotConfig(**pilot)).startswith(message)
+
+
+def test_a_quarter_of_a_small_group_is_too_few_pilots(tmp_path: Path) -> None:
+    small = {"rollout.n_samples_per_prompt": 4, "train.batch_size": 32}
+    message = refusal(tmp_path, small, pilot=PilotConfig())
+    assert message.startswith("--ext.pilot.n_pilot 1 (a quarter of 4): no number of correct pilots")
+    check(settings(tmp_path, small, pilot=PilotConfig(n_pilot=2)))
+
+
+def test_pilots_and_dynamic_sampling_contradict_each_other(tmp_path: Path) -> None:
+    message = refusal(tmp_path, {}, pilot=PilotConfig(), dapo=DapoConfig())
+    assert message.startswith("--ext.pilot and --ext.dapo both decide which prompts are trained; ")
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "key"),
+    [
+        (PilotConfig, {"n_pilot": 0}, "ext.pilot.n_pilot"),
+        (PilotConfig, {"n_effective": 0}, "ext.pilot.n_effective"),
+        (PilotConfig, {"prompts_per_round": 0}, "ext.pilot.prompts_per_round"),
+        (PilotConfig, {"max_rounds": 0}, "ext.pilot.max_rounds"),
+        (PilotConfig, {"max_survivors": 0}, "ext.pilot.max_survivors"),
+        (PilotConfig, {"max_age": -1}, "ext.pilot.max_age"),
+        (PilotConfig, {"p_lower": 0.8}, "ext.pilot.p_lower"),
+        (PilotConfig, {"p_solve": 0.7}, "ext.pilot.p_lower"),
+        (PilotConfig, {"p_solve": float("nan")}, "ext.pilot.p_lower"),
+        (PoolConfig, {"exclude_min_rollouts": 0}, "ext.pool.exclude_min_rollouts"),
+        (PoolConfig, {"exclude_min_visits": 0}, "ext.pool.exclude_min_visits"),
+        (PoolConfig, {"exclude_epochs": 0}, "ext.pool.exclude_epochs"),
+        (PoolConfig, {"floor": 1.1}, "ext.pool.floor"),
+        (MoppsConfig, {"candidates": 1}, "ext.mopps.candidates"),
+        (MoppsConfig, {"target": -0.1}, "ext.mopps.target"),
+        (MoppsConfig, {"decay": 1.5}, "ext.mopps.decay"),
+    ],
+)
+def test_settings_of_prompt_selection_have_a_range(part: type, values: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match="must") as caught:
+        part(**values)
+    assert caught.value.key == key
 
 
 @pytest.mark.parametrize("template", ["Answer in \\boxed{{}}. Q: {}", "{}", "A {{b}} {}"])
@@ -246,3 +325,56 @@ def test_one_local_file_of_a_flag_is_read_and_several_are_checked(tmp_path: Path
     assert [row.input for row in files["eval.dataset"].rows] == ["y"]
     with pytest.raises(ValueError, match="b.jsonl:2: "):
         read_prompt_files(settings(tmp_path, {"data.prompt_dataset": f"{one},{bad}"}, data=skip))
+
+
+PPO_LOSS = {"actor.policy_loss_type": "ppo"}
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo", "gae"])
+def test_filling_goes_with_baselines_of_a_group_or_a_critic(tmp_path: Path, estimator: str) -> None:
+    flat = {**PPO_LOSS, "algo.advantage.estimator": estimator}
+    check(settings(tmp_path, flat, groups=GroupsConfig(), fill=FillConfig()))
+
+
+@pytest.mark.parametrize(
+    ("flat", "fill", "start", "way_out"),
+    [
+        (
+            {"algo.dynamic_filtering_enable": True},
+            FillConfig(),
+            "--ext.fill and --algo.dynamic_filtering_enable both handle zero-variance groups",
+            "remove --algo.dynamic_filtering_enable",
+        ),
+        (
+            {"algo.advantage.estimator": "reinforce_baseline"},
+            FillConfig(),
+            "--ext.fill does not go with --algo.advantage.estimator reinforce_baseline, whose baseline or scale",
+            "use one of group_norm, rloo, dr_grpo, gae",
+        ),
+        (
+            {"actor.policy_loss_type": "gspo"},
+            FillConfig(),
+            "--ext.fill does not go with --actor.policy_loss_type gspo: its ratio is for a whole sequence",
+            "use --actor.policy_loss_type ppo",
+        ),
+        (
+            {"algo.advantage.estimator": "gae"},
+            FillConfig(store="all"),
+            "--ext.fill.store all does not go with --algo.advantage.estimator gae",
+            "use another estimator or --ext.fill.store effective",
+        ),
+        (
+            {"rollout.n_samples_per_prompt": 1, "train.batch_size": 16, "algo.advantage.estimator": "gae"},
+            FillConfig(),
+            "--rollout.n_samples_per_prompt must be at least 2 with --ext.groups, got 1",
+            "8 is usual",
+        ),
+    ],
+)
+def test_what_filling_does_not_go_with_is_refused(tmp_path: Path, flat, fill, start: str, way_out: str) -> None:
+    message = refusal(tmp_path, {**PPO_LOSS, **flat}, groups=GroupsConfig(), fill=fill)
+    assert message.startswith(start) and message.endswith(way_out)
+
+
+def test_filling_needs_to_know_what_an_informative_group_is(tmp_path: Path) -> None:
+    assert refusal(tmp_path, PPO_LOSS, fill=FillConfig()).startswith("--ext.fill needs --ext.groups, which says")

@@ -257,3 +257,28 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 def test_dumped_values_are_read_back_as_they_were(tmp_path: Path) -> None:
     values = {"a": "off", "b": "1e3", "c": "010", "d": 1e-6, "e": [0.5, 5.0], "f": None, "g": "x\ny", "h": math.inf}
     assert load_config(write(tmp_path, "a.yaml", dump_yaml(values))).upstream == values
+
+
+@pytest.mark.parametrize(
+    ("fill", "message"),
+    [
+        ({"capacity": 0}, "--ext.fill.capacity must be at least 1, got 0; --ext.fill null is off"),
+        ({"max_gib": 0}, "--ext.fill.max_gib must be a positive number of GiB, got 0"),
+        ({"max_gib": math.inf}, "--ext.fill.max_gib must be a positive number of GiB, got inf"),
+        ({"min_age": 0}, "--ext.fill.min_age must be at least 1, got 0; a group can be used from the next step on"),
+        ({"min_age": 3, "max_age": 2}, "--ext.fill.max_age must be at least 3, got 2; it cannot be below"),
+        ({"max_uses": 0}, "--ext.fill.max_uses must be at least 1, got 0; null means no limit"),
+        ({"weight_cap": 0.5}, "--ext.fill.weight_cap must be at least 1, got 0.5; below 1 even an unchanged policy"),
+        ({"weight_cap": math.nan}, "--ext.fill.weight_cap must be at least 1, got nan"),
+        ({"objective": "is"}, "--ext.fill.objective must be one of decoupled, on_policy, behavior_clip, got 'is'"),
+    ],
+)
+def test_a_filling_that_makes_no_sense_is_refused(fill: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(fill=fill)
+    assert str(caught.value).startswith(message)
+
+
+def test_filling_is_off_unless_asked_for_and_an_age_limit_may_be_the_youngest_age() -> None:
+    assert load().fill is None
+    assert load(fill={"min_age": 3, "max_age": 3}).fill.max_age == 3

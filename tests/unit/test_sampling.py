@@ -99,6 +99,16 @@ def test_dapo_trains_on_what_it_has_at_the_cap_and_says_so(caplog):
     assert sum(finish(step, ledger).values()) == 4 * N
 
 
+def test_dapo_ends_where_there_are_no_more_prompts_and_says_so(caplog):
+    rounds = iter([[Prompt("a", "t", "")], []])
+    sampler, engine, ledger = sampler_for({"a": [WRONG]}, "", dapo=DapoConfig(prompts_per_round=2))
+    sampler._next_prompts = lambda count: next(rounds)
+    step = sampler.sample_step()
+    assert (step.kept, step.num_prompts, len(engine.calls)) == ([], 1, 1)
+    assert "0 of 2 informative groups after 1 rounds, with no other prompt left" in caplog.text
+    assert finish(step, ledger) == {"step/num_filtered_zero_variance": N}
+
+
 def test_dapo_takes_three_batches_a_round_by_default():
     sampler, engine, _ = sampler_for({p: [MIXED] for p in "abcdef"}, "abcdef", dapo=DapoConfig())
     sampler.sample_step()

@@ -24,7 +24,11 @@ SUMMARY = {
     "train_wall_s": 61.0,
     "step_seconds_median": {"generation": 0.2, "ppo_train": 0.3, "step_total": 0.5},
 }
-LEDGER = {"generated": 4000, "fates": {"trained_fresh": 3000, "filtered_zero_variance": 1000, "surplus": 0}}
+LEDGER = {
+    "generated": 4000,
+    "replayed": 12,
+    "fates": {"trained_fresh": 3000, "filtered_zero_variance": 1000, "surplus": 0},
+}
 
 
 def write_run(folder: Path, summary: dict[str, object]) -> None:
@@ -53,6 +57,7 @@ def test_table_shows_learning_cost_and_where_rollouts_went(tmp_path: Path, capsy
         "rollouts generated 4,000",
         "trained_fresh 3,000 (75.0%)",  # 3000 / 4000
         "filtered_zero_variance 1,000 (25.0%)",
+        "rollouts trained again 12",
         "",
         f"in {tmp_path}:",
         "ledger.json",

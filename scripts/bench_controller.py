@@ -1,0 +1,322 @@
+"""Time what the controller adds to a train step, with stand-ins for the engines and the model, and real buffers.
+
+    python scripts/bench_controller.py filling [--prompts N] [--rollouts N] [--tokens N] [--json]
+
+filling: the group buffer and filling (POPO, arXiv 2606.01281), by the calls that the trainer makes in each step:
+
+    fill      decide which slots take which stored groups
+    restore   make samples of the stored groups that were chosen
+    store     copy the fresh informative groups, with their new log-probabilities
+    weigh     weights and advantages of all rows, and their metrics
+    push      put the copies into the buffer, evict the oldest, and its metrics
+
+One thread; each size in a process of its own, so that its peak memory is its own. Steps are measured once the buffer
+is full. An eighth of the tokens are the prompt's. CPU time is what counts where other programs keep the machine busy.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from openrlhf.trainer.ppo_utils.experience import (
+    Experience,
+    remove_padding_in_sequences,
+    split_experience_batch,
+)
+
+from openrlhf_ext.adapters.replay import copy_sample, mark_rows, restore_samples, store_group, weigh_rows
+from openrlhf_ext.config import FillConfig, GroupsConfig
+from openrlhf_ext.filling import GroupFilling
+from openrlhf_ext.group_buffer import GroupBuffer
+from openrlhf_ext.types import Prompt, Rollout, RolloutGroup
+
+PHASES = ("fill", "restore", "store", "weigh", "push")
+MICRO_BATCH = 8
+VOCABULARY = 32_000
+
+# The one published step time of the method: 3.2 hours for about 100 steps of its Countdown run (arXiv 2606.01281).
+PUBLISHED_STEP_S = 3.2 * 3600 / 100
+PUBLISHED_PROMPTS, PUBLISHED_ROLLOUTS, PUBLISHED_RESPONSE_TOKENS = 256, 8, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One size of batch. ``tokens`` are those of a row, prompt and response."""
+
+    prompts: int
+    rollouts: int
+    tokens: int
+    steps: int
+    effective_frac: float
+    seed: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.tokens // 8
+
+    @property
+    def num_effective(self) -> int:
+        return max(1, round(self.effective_frac * self.prompts))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sections = parser.add_subparsers(dest="section", required=True)
+    filling = sections.add_parser("filling", help="group buffer and filling")
+    filling.add_argument("--prompts", type=int, default=512, help="groups in a batch (default %(default)s)")
+    filling.add_argument("--rollouts", type=int, default=16, help="rollouts of a group (default %(default)s)")
+    filling.add_argument("--tokens", type=int, default=4096, help="tokens of a row (default %(default)s)")
+    filling.add_argument("--steps", type=int, default=5, help="measured steps of each size (default %(default)s)")
+    filling.add_argument("--effective-frac", type=float, default=0.5, help="informative groups (default %(default)s)")
+    filling.add_argument("--seed", type=int, default=0)
+    filling.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    args = parser.parse_args(argv)
+    if args.prompts < 4 or args.rollouts < 2 or args.tokens < 32 or args.steps < 1 or not 0 < args.effective_frac <= 1:
+        parser.error("needs --prompts >= 4, --rollouts >= 2, --tokens >= 32, --steps >= 1, 0 < --effective-frac <= 1")
+    result = bench_filling(Case(**{field.name: getattr(args, field.name) for field in fields(Case)}))
+    print(json.dumps(result, indent=2) if args.json else filling_report(result))
+    return 0
+
+
+# -- filling --
+
+
+def bench_filling(case: Case) -> dict:
+    """Figures of ``case`` and of a half and a quarter of it, in groups and in tokens."""
+    batches = [replace(case, prompts=case.prompts // n) for n in (4, 2)]
+    lengths = [replace(case, tokens=case.tokens // n) for n in (4, 2)]
+    done = {size: in_own_process(measure_filling, size) for size in (*batches, *lengths, case)}
+    tokens = case.prompts * case.rollouts * (case.tokens - case.prompt_tokens)
+    published_tokens = PUBLISHED_PROMPTS * PUBLISHED_ROLLOUTS * PUBLISHED_RESPONSE_TOKENS
+    total = done[case]["seconds"]["total"]
+    return {
+        "machine": machine(),
+        "by_batch": [done[size] for size in (*batches, case)],
+        "by_length": [done[size] for size in (*lengths, case)],
+        "share": {
+            "published_step_s": PUBLISHED_STEP_S,
+            "response_tokens_by_published": tokens / published_tokens,
+            "of_published_step": total["median"] / PUBLISHED_STEP_S,
+            "of_published_step_by_cpu": total["cpu"] / PUBLISHED_STEP_S,
+            "step_s_at_one_percent": total["median"] * 100,
+        },
+    }
+
+
+def measure_filling(case: Case) -> dict:
+    """Train steps of one size: seconds by phase, bytes, peak memory."""
+    torch.set_num_threads(1)
+    torch.manual_seed(case.seed)
+    rng = np.random.default_rng(case.seed)
+    config = FillConfig()
+    buffer = GroupBuffer(capacity=case.prompts, max_bytes=int(config.max_gib * 2**30))
+    filling = GroupFilling(
+        config, GroupsConfig(), buffer, num_groups=case.prompts, divergence=lambda groups: [0.0] * len(groups)
+    )
+    start_bytes = psutil.Process().memory_info().rss
+    warm_up = math.ceil(case.prompts / case.num_effective)
+    steps = [filling_step(filling, config, case, version, rng) for version in range(warm_up + case.steps)][warm_up:]
+    stored_tokens = sum(len(rollout.payload.tokens) for group in buffer.groups for rollout in group.rollouts)
+    buffer_bytes = buffer.metrics(0)["group_buffer/num_bytes"]
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux: KiB
+    batch_bytes = steps[-1]["batch_bytes"]
+    for step in steps:
+        step |= {prefix + "total": sum(step[prefix + phase] for phase in PHASES) for prefix in ("", "cpu_")}
+    seconds = {phase: spread(steps, phase) for phase in (*PHASES, "total")}
+    return {
+        **asdict(case),
+        "prompt_tokens": case.prompt_tokens,
+        "replayed_groups": steps[-1]["replayed_groups"],
+        "seconds": seconds,
+        "ns_per_token": seconds["total"]["median"] / (case.prompts * case.rollouts * case.tokens) * 1e9,
+        "stored_groups": len(buffer),
+        "buffer_bytes": buffer_bytes,
+        "bytes_per_stored_token": buffer_bytes / stored_tokens,
+        "batch_bytes": batch_bytes,
+        "peak_rss_bytes": peak_bytes,
+        "above_batch_bytes": peak_bytes - start_bytes - batch_bytes,
+    }
+
+
+def filling_step(
+    filling: GroupFilling[Experience], config: FillConfig, case: Case, version: int, rng: np.random.Generator
+) -> dict:
+    """One step as the trainer does it, from the engines' groups to the push after the update."""
+    step: dict[str, float] = {}
+    groups = engine_groups(case, version, rng)
+    with timed(step, "fill"):
+        filled = filling.fill(groups, version)
+    samples = [copy_sample(rollout) for group in filled.fresh for rollout in group.rollouts]
+    num_fresh = len(samples)
+    with timed(step, "restore"):
+        samples += [sample for group in filled.replayed for sample in restore_samples(group, log_probs=True)]
+    rows = model_rows(samples)
+    step["batch_bytes"] = len(rows) * (tensor_bytes(samples[0]) + tensor_bytes(rows[0]))
+    step["replayed_groups"] = len(filled.replayed)
+    del samples
+    with timed(step, "store"):
+        to_store = []
+        for i, group in enumerate(filled.fresh):
+            if filling.is_stored(group):
+                own = rows[i * case.rollouts : (i + 1) * case.rollouts]
+                to_store.append(store_group(group, own, engine_gap=False))
+    with timed(step, "weigh"):
+        stored = [rollout.payload for group in filled.replayed for rollout in group.rollouts]
+        ages = [version - group.policy_version for group in filled.replayed for _ in group.rollouts]
+        mark_rows(rows[:num_fresh], rows[num_fresh:])
+        weigh_rows(rows[num_fresh:], stored, ages, config, correct_engine=False)
+    with timed(step, "push"):
+        filling.store(to_store)
+        filling.buffer.metrics(version + 1)
+    return step
+
+
+def filling_report(result: dict) -> str:
+    case, share = result["by_batch"][-1], result["share"]
+    times = case["seconds"]
+    lines = [
+        result["machine"],
+        f"{case['prompts']} prompts x {case['rollouts']} rollouts x {case['tokens']:,} tokens "
+        f"({case['prompt_tokens']:,} of them the prompt's), {case['replayed_groups']} groups replayed, "
+        f"{case['steps']} steps with a full buffer",
+        "",
+        f"{'seconds a step':<16}{'median':>9}{'min':>9}{'max':>9}{'CPU time':>10}",
+        *(f"{n:<16}{t['median']:9.4f}{t['min']:9.4f}{t['max']:9.4f}{t['cpu']:10.4f}" for n, t in times.items()),
+        "",
+        f"{'bytes of a stored token':<40}{case['bytes_per_stored_token']:8.2f}",
+        f"{'buffer, ' + format(case['stored_groups'], ',') + ' groups':<40}{mib(case['buffer_bytes']):8,.0f} MiB",
+        f"{'batch: samples and rows':<40}{mib(case['batch_bytes']):8,.0f} MiB",
+        f"{'peak resident memory':<40}{mib(case['peak_rss_bytes']):8,.0f} MiB",
+        f"{'  above the program and the batch':<40}{mib(case['above_batch_bytes']):8,.0f} MiB",
+        "",
+        "growth with the batch and with the length (median seconds)",
+        f"{'prompts':>8}{'tokens':>8}{''.join(f'{name:>9}' for name in times)}{'ns/token':>10}{'buffer MiB':>12}"
+        f"{'above batch MiB':>17}{'peak MiB':>10}",
+        *(_growth_line(one) for one in (*result["by_batch"], *result["by_length"])),
+        "",
+        "Share of a step. Assumed step time: no one has published one for this size. The one that is (POPO on",
+        f"Countdown, arXiv 2606.01281) is about {PUBLISHED_STEP_S:.0f} s: 3.2 hours for about 100 steps of "
+        f"{PUBLISHED_PROMPTS} prompts x {PUBLISHED_ROLLOUTS} rollouts",
+        f"x at most {PUBLISHED_RESPONSE_TOKENS:,} response tokens. The batch above has "
+        f"{share['response_tokens_by_published']:.3g} times those tokens"
+        + (", so that is a lower bound." if share["response_tokens_by_published"] >= 1 else "."),
+        f"{'share of ' + format(PUBLISHED_STEP_S, '.0f') + ' s':<40}{share['of_published_step']:8.2%}",
+        f"{'  by CPU time':<40}{share['of_published_step_by_cpu']:8.2%}",
+        f"{'1 percent of a step that takes':<40}{share['step_s_at_one_percent']:8.1f} s",
+    ]
+    return "\n".join(lines)
+
+
+def _growth_line(case: dict) -> str:
+    seconds = "".join(f"{one['median']:9.4f}" for one in case["seconds"].values())
+    return (
+        f"{case['prompts']:8}{case['tokens']:8}{seconds}{case['ns_per_token']:10.2f}{mib(case['buffer_bytes']):12,.0f}"
+        f"{mib(case['above_batch_bytes']):17,.0f}{mib(case['peak_rss_bytes']):10,.0f}"
+    )
+
+
+# -- stand-ins --
+
+
+def engine_groups(case: Case, version: int, rng: np.random.Generator) -> list[RolloutGroup[Experience]]:
+    """Groups of random tokens as the engines return them, ``case.num_effective`` of them with both rewards."""
+    effective = set(rng.choice(case.prompts, case.num_effective, replace=False).tolist())
+    groups = []
+    for i in range(case.prompts):
+        prompt = Prompt(f"{version}-{i}", "prompt", "label")
+        rewards = [float(i in effective and j % 2 == 0) for j in range(case.rollouts)]
+        rollouts = tuple(
+            Rollout(reward, reward, case.tokens - case.prompt_tokens, engine_sample(case, prompt, reward))
+            for reward in rewards
+        )
+        groups.append(RolloutGroup(f"g{version}-{i}", prompt, rollouts, version))
+    return groups
+
+
+def engine_sample(case: Case, prompt: Prompt, reward: float) -> Experience:
+    """Shapes and types are those of OpenRLHF's own samples."""
+    action_mask = torch.zeros(1, case.tokens - 1, dtype=torch.long)
+    action_mask[:, case.prompt_tokens - 1 :] = 1
+    return Experience(
+        sequences=torch.randint(VOCABULARY, (1, case.tokens)),
+        attention_mask=torch.ones(1, case.tokens, dtype=torch.long),
+        action_mask=action_mask,
+        rollout_log_probs=-torch.rand(1, case.tokens - 1),
+        prompts=[prompt.text],
+        labels=[prompt.label],
+        images=[None],
+        mm_train_inputs=[None],
+        rewards=torch.tensor([reward]),
+        scores=torch.tensor([reward]),
+        response_length=torch.tensor([case.tokens - case.prompt_tokens]),
+        truncated=torch.tensor([False]),
+        total_length=torch.tensor([float(case.tokens)]),
+        info={"response_clip_ratio": torch.tensor([False]), "reward": torch.tensor([reward])},
+    )
+
+
+def model_rows(samples: list[Experience]) -> list[Experience]:
+    """Rows with log-probabilities and advantages, as views of batches, which is what the experience maker returns."""
+    rows = []
+    for start in range(0, len(samples), MICRO_BATCH):
+        batch = Experience.concat_experiences(samples[start : start + MICRO_BATCH], 0)
+        batch.action_log_probs = -torch.rand(batch.action_mask.shape)
+        batch.returns = batch.rewards[:, None] * batch.action_mask
+        batch.advantages = batch.returns.clone()
+        rows += remove_padding_in_sequences(split_experience_batch(batch))
+    return rows
+
+
+# -- measuring --
+
+
+def in_own_process(measure: Callable[[Case], dict], case: Case) -> dict:
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        return pool.submit(measure, case).result()
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    started, cpu_started = time.perf_counter(), time.process_time()
+    yield
+    seconds[phase] = time.perf_counter() - started
+    seconds["cpu_" + phase] = time.process_time() - cpu_started
+
+
+def spread(steps: list[dict], phase: str) -> dict[str, float]:
+    values = [step[phase] for step in steps]
+    cpu = float(np.median([step["cpu_" + phase] for step in steps]))
+    return {"median": float(np.median(values)), "min": min(values), "max": max(values), "cpu": cpu}
+
+
+def tensor_bytes(experience: Experience) -> int:
+    values = [getattr(experience, field.name) for field in fields(Experience)]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def mib(num_bytes: float) -> float:
+    return num_bytes / 2**20
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    return f"{model}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}, one thread"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
