@@ -251,7 +251,7 @@ def _check_pilot(args: SimpleNamespace, ext: ExtConfig) -> None:
 
 
 def _check_replay(args: SimpleNamespace, ext: ExtConfig) -> None:
-    """An advantage is one number that never changes, and the batch is one optimizer step."""
+    """Refuses whatever would make an advantage more than one number of a rollout's own group, kept for good."""
     if ext.replay is None:
         return
     if ext.groups is None:

@@ -69,15 +69,14 @@ class PromptPool:
         """Completed passes over the pool."""
         return self._epoch
 
-    def take(self, k: int, *, seen: Collection[int] = (), waiting: Collection[int] = ()) -> list[int]:
+    def take(self, k: int, *, pass_over: Collection[int] = ()) -> list[int]:
         """The next prompts, `k` or fewer, none of them twice.
 
         Goes over the end of an epoch if need be, but at most of one, and ends before the first prompt that it has
-        already taken or that is in `seen`; that one comes first the next time.
+        already taken; that one comes first the next time.
 
         Args:
-            seen: prompts of the same train step.
-            waiting: prompts to pass over, whose rollouts wait for their use; they are deferred.
+            pass_over: prompts that are in use, in this train step or waiting for their commit; they are deferred.
 
         Raises:
             PoolExhausted: every prompt is excluded for good.
@@ -89,24 +88,22 @@ class PromptPool:
             self._start_epoch(soonest)  # All are excluded: epochs without a prompt pass at once.
         taken: dict[int, None] = {}
         for _ in range(2):
-            if self._take_from_epoch(taken, k, seen, waiting):
+            if self._take_from_epoch(taken, k, pass_over):
                 break
         return list(taken)
 
-    def _take_from_epoch(
-        self, taken: dict[int, None], k: int, seen: Collection[int], waiting: Collection[int]
-    ) -> bool:
+    def _take_from_epoch(self, taken: dict[int, None], k: int, pass_over: Collection[int]) -> bool:
         """Take from the rest of this epoch, and start the next one at its end. False where more can be taken."""
         rest = self._order[self._position :]
-        drawable = np.flatnonzero(self._back[rest] <= self._epoch)[: k - len(taken) + len(waiting)]
+        drawable = np.flatnonzero(self._back[rest] <= self._epoch)[: k - len(taken) + len(pass_over)]
         start, complete = self._position, False
         for offset in drawable.tolist():
             index = int(rest[offset])
-            complete = len(taken) == k or index in taken or index in seen
+            complete = len(taken) == k or index in taken
             if complete:
                 break
             self._position = start + offset + 1
-            if index in waiting:
+            if index in pass_over:
                 self.put_off([index])
             else:
                 taken[index] = None

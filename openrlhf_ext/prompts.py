@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 logger = logging.getLogger(__name__)
 
 _NUM_SHOWN = 10
@@ -188,58 +186,3 @@ def _identity(
 
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-class PromptOrder:
-    """Endless sequence of prompt indices: every epoch is a permutation that depends on (seed, epoch) only.
-
-    Example:
-        order = PromptOrder(num_prompts=3, seed=0)
-        order.take(4)  # the three prompts of epoch 0, then the first of epoch 1
-    """
-
-    def __init__(self, num_prompts: int, seed: int) -> None:
-        if num_prompts < 1:
-            raise ValueError(f"an order needs at least one prompt, got {num_prompts}")
-        if seed < 0:
-            raise ValueError(f"--train.seed must not be negative, got {seed}")
-        self._num_prompts = num_prompts
-        self._seed = seed
-        self._num_taken = 0
-
-    @property
-    def epoch(self) -> int:
-        """Completed passes over the prompts."""
-        return self._num_taken // self._num_prompts
-
-    @property
-    def position(self) -> int:
-        """Prompts taken in the current epoch."""
-        return self._num_taken % self._num_prompts
-
-    def take(self, k: int) -> list[int]:
-        """The next `k` indices, over the end of an epoch if need be."""
-        taken: list[int] = []
-        while len(taken) < k:
-            permutation = np.random.default_rng([self._seed, self.epoch]).permutation(self._num_prompts)
-            piece = permutation[self.position : self.position + k - len(taken)].tolist()
-            taken += piece
-            self._num_taken += len(piece)
-        return taken
-
-    def state_dict(self) -> dict[str, int]:
-        """JSON-able; after `load_state_dict` the sequence goes on exactly where this one is."""
-        return {"num_prompts": self._num_prompts, "seed": self._seed, "num_taken": self._num_taken}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Raises ValueError if the state belongs to other data or another seed."""
-        for name, mine, flag in (
-            ("num_prompts", self._num_prompts, "--data.prompt_dataset"),
-            ("seed", self._seed, "--train.seed"),
-        ):
-            if state[name] != mine:
-                raise ValueError(
-                    f"the checkpoint was made with {name} {state[name]}, this run has {mine}; resume with the same "
-                    f"{flag}, or start in a new --ext.run_dir"
-                )
-        self._num_taken = state["num_taken"]

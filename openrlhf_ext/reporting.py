@@ -75,15 +75,21 @@ class RunReporter:
         self._log("eval", step, metrics)
         self._describe()
 
-    def summary(self, *, method: str, seed: int, ledger: RolloutLedger) -> None:
-        """Write summary.json: the outcome from the run's own metrics, so that a resumed run sums up all of it."""
+    def summary(self, *, method: str, seed: int, ledger: RolloutLedger, steps: int, ended: str | None = None) -> None:
+        """Write summary.json: the outcome from the run's own metrics, so that a resumed run sums up all of it.
+
+        Args:
+            steps: train steps that were made.
+            ended: why those are fewer than planned, if they are.
+        """
         budget = ledger.as_dict()
         evaluations = {row["step"]: row for row in read_metrics(self._run_dir.path, "eval")}
         rows = read_metrics(self._run_dir.path, "train")
         phases = sorted({key for row in rows for key in row if key.startswith("timing/")})
         summary: dict[str, object] = {
             "method": method,
-            "steps": self._max_steps,
+            "steps": steps,
+            "ended": ended,
             "seed": seed,
             "rollouts_generated": budget["generated"],
             "tokens_generated": budget["tokens"],
@@ -95,13 +101,13 @@ class RunReporter:
                 for key in phases
             },
         }
-        for when, step in (("before", 0), ("after", self._max_steps)):
+        for when, step in (("before", 0), ("after", steps)):
             metrics = evaluations.get(step, {})
             summary[f"accuracy_{when}"] = metrics.get("eval/accuracy")
             summary[f"accuracy_se_{when}"] = metrics.get("eval/accuracy_se")
             summary["eval_samples"] = metrics.get("eval/num_samples")
         by_prompt = read_eval_prompts(self._run_dir.path)
-        gain, gain_se = paired_gain(by_prompt.get(0, {}), by_prompt.get(self._max_steps, {}))
+        gain, gain_se = paired_gain(by_prompt.get(0, {}), by_prompt.get(steps, {}))
         self._run_dir.write_json("summary.json", {**summary, "accuracy_gain": gain, "accuracy_gain_se": gain_se})
 
     def _describe(self) -> None:

@@ -104,19 +104,31 @@ class PromptSource:
         self.seen.clear()
 
     def take(self, k: int, *, waiting: Collection[int] = ()) -> list[int]:
-        """Indices of the next prompts, `k` or fewer. Raises PoolExhausted; see `PromptPool.take`."""
-        if self.selector is None:
-            chosen = self.pool.take(k, seen=self.seen, waiting=waiting)
-        else:
-            candidates = self.pool.take(self.selector.num_candidates(k), seen=self.seen, waiting=waiting)
-            chosen = self.selector.choose(candidates, k)
+        """Indices of `k` prompts that are neither of this train step nor waiting, or fewer where there are no more.
+
+        Raises PoolExhausted; see `PromptPool.take`.
+        """
+        chosen = self._draw(self.selector.num_candidates(k) if self.selector else k, {*self.seen, *waiting})
+        if self.selector is not None:
+            candidates, chosen = chosen, self.selector.choose(chosen, k)
             self.pool.put_off(set(candidates).difference(chosen))
         self.seen.update(chosen)
         return chosen
 
+    def _draw(self, k: int, in_use: set[int]) -> list[int]:
+        drawn: list[int] = []
+        while len(drawn) < k and (more := self.pool.take(k - len(drawn), pass_over=in_use.union(drawn))):
+            drawn += more
+        return drawn
+
     def next_prompts(self, k: int) -> list[Prompt]:
-        """The next prompts, `k` or fewer."""
-        return [self.prompts[index] for index in self.take(k)]
+        """The next `k` prompts. Without a selector they just follow each other, as OpenRLHF's do."""
+        if self.selector is not None:
+            return [self.prompts[index] for index in self.take(k)]
+        indices: list[int] = []
+        while len(indices) < k:
+            indices += self.pool.take(k - len(indices))
+        return [self.prompts[index] for index in indices]
 
     def observe(self, groups: Iterable[RolloutGroup[P]]) -> None:
         """Tell the selector about the first fresh rollouts of every prompt of a step."""

@@ -85,6 +85,7 @@ class GroupGenerator:
     ) -> None:
         self.policy_version = 0
         self._num_reward_timeouts = 0
+        self._busy_s = self._available_s = 0.0
         self._pool = pool
         self._ext = ext
         self._on_progress = on_progress
@@ -102,10 +103,16 @@ class GroupGenerator:
             "logprobs": 1 if self.collects_log_probs else None,
         }
 
-    def take_num_reward_timeouts(self) -> int:
-        """Answers since the last call that made the verifier hang or crash."""
-        count, self._num_reward_timeouts = self._num_reward_timeouts, 0
-        return count
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call: answers that made the verifier hang or crash, and how busy the engines were.
+
+        An engine is busy while it has a request; the share is over all engines and the time of the ``generate`` calls.
+        """
+        timeouts, self._num_reward_timeouts = self._num_reward_timeouts, 0
+        busy, available = self._busy_s, self._available_s
+        self._busy_s = self._available_s = 0.0
+        metrics = {"step/num_reward_timeouts": timeouts}
+        return metrics | ({"rollout/engine_busy_frac": busy / available} if available else {})
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Result]:
         """One result for each request, in order. Raises RuntimeError when no engine is left."""
@@ -138,16 +145,21 @@ class GroupGenerator:
 
     def _collect(self, requests: Sequence[RolloutRequest], refs: dict) -> list[Result]:
         results: list[Result | None] = [None] * len(requests)
-        give_up = time.monotonic() + self._ext.rollout.deadline_s + _GRACE_S
+        started = time.monotonic()
+        give_up = started + self._ext.rollout.deadline_s + _GRACE_S
         waiting = list(refs)
+        last_answer = {engine: started for engine in self._pool.engines}
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, min(10.0, give_up - time.monotonic())))
             for ref in ready:
                 slot, request, engine = refs[ref]
+                last_answer[engine] = time.monotonic()
                 results[slot] = self._result(ref, request, engine)
                 self._on_progress(len(requests) - len(waiting), len(requests))
             if time.monotonic() > give_up:
                 break
+        self._busy_s += sum(answer - started for answer in last_answer.values())
+        self._available_s += (time.monotonic() - started) * len(last_answer)
         for ref in waiting:
             slot, request, _ = refs[ref]
             ray.cancel(ref, force=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from openrlhf_ext.groups import group_metrics
+from openrlhf_ext.groups import group_metrics, has_spread
 from openrlhf_ext.sampling import SampledStep
 from openrlhf_ext.settings import Settings
 from openrlhf_ext.types import FailedRequest, RolloutGroup
@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 def step_metrics(sampled: SampledStep, trained: Sequence[RolloutGroup], *, tolerance: float) -> dict[str, float]:
     """Counts and group statistics of what was generated and of what is trained."""
+    spread = [group for group in trained if has_spread(group.rewards(), tolerance)]
     return {
+        "step/num_gradient_rollouts": sum(len(group.rollouts) for group in spread),
         **group_metrics(sampled.generated, tolerance=tolerance, suffix="generated"),
         **group_metrics(trained, tolerance=tolerance, suffix="trained"),
         "step/num_prompts": sampled.num_prompts,
@@ -92,9 +94,11 @@ def row_metrics(rows: list[Experience]) -> dict[str, float]:
 def method_name(settings: Settings) -> str:
     estimator = settings.upstream.algo.advantage.estimator
     base = {"group_norm": "grpo", "gae": "ppo"}.get(estimator, estimator)
-    if settings.ext.fill is not None:
-        return "popo" if base == "grpo" else f"popo_{base}"
-    if settings.ext.dapo is not None:
+    ext = settings.ext
+    parts = [name for name, on in (("pilot_commit", ext.pilot), ("mopps", ext.mopps), ("popo", ext.fill)) if on]
+    if parts:
+        return "_".join(parts if base == "grpo" else [*parts, base])
+    if ext.dapo is not None:
         return "dapo"
     if settings.ext.groups is not None and settings.ext.groups.ineffective == "drop":
         return "grpo_filter"

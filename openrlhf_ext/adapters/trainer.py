@@ -40,10 +40,13 @@ from openrlhf_ext.group_buffer import GroupBuffer, StoredGroup
 from openrlhf_ext.groups import DEFAULT_TOLERANCE
 from openrlhf_ext.ledger import RolloutLedger
 from openrlhf_ext.off_policy import behavior_kl
-from openrlhf_ext.prompts import PromptFile, PromptOrder
+from openrlhf_ext.pilot_commit import PilotCommitSampler
+from openrlhf_ext.prompt_pool import PoolExhausted, PromptPool
+from openrlhf_ext.prompts import PromptFile
 from openrlhf_ext.reporting import RunReporter, StepClock
 from openrlhf_ext.run_dir import RunDirectory
 from openrlhf_ext.sampling import GroupSampler, SampledStep
+from openrlhf_ext.selection import Mopps, PromptSource
 from openrlhf_ext.settings import Settings, dump_settings
 from openrlhf_ext.trackers import open_trackers
 from openrlhf_ext.types import RolloutGroup, RolloutRequest
@@ -99,7 +102,9 @@ class Trainer(BasePPOTrainer):
         self.run_dir = RunDirectory(ext.run_dir)
         self.reporter = RunReporter(self.run_dir, max_steps=self.max_steps, started=started)
         self.ledger = RolloutLedger()
-        self.order = PromptOrder(len(self.prompts), args.train.seed)
+        self.prompt_pool = PromptPool(len(self.prompts), args.train.seed, ext.pool)
+        self.selector = Mopps(len(self.prompts), args.train.seed, ext.mopps) if ext.mopps else None
+        self.source = PromptSource(self.prompts, self.prompt_pool, self.selector)
         self.rng = np.random.default_rng(args.train.seed)
         self.pool = EnginePool(engines, sleeps=args.vllm.enable_sleep)
         self.generator = GroupGenerator(
@@ -108,19 +113,30 @@ class Trainer(BasePPOTrainer):
         self.eval_generator = GroupGenerator(
             self.pool, args, ext, temperature=args.eval.temperature, on_progress=self.reporter.generation
         )
-        self.sampler = GroupSampler(
-            self.generator,
-            lambda count: [self.prompts[i] for i in self.order.take(count)],
-            self.ledger,
-            group_size=args.rollout.n_samples_per_prompt,
-            batch_size=args.rollout.batch_size,
-            max_retries=ext.rollout.max_retries,
-            # Filling decides itself what becomes of zero-variance groups.
-            groups=ext.groups if ext.fill is None else None,
-            dapo=ext.dapo,
-        )
+        self.sampler = self._create_sampler()
         self.filling = self._create_filling()
         self._num_idle_steps = 0
+
+    def _create_sampler(self) -> GroupSampler[Experience] | PilotCommitSampler[Experience]:
+        args, ext = self.args, self.ext
+        common = {
+            "group_size": args.rollout.n_samples_per_prompt,
+            "batch_size": args.rollout.batch_size,
+            "max_retries": ext.rollout.max_retries,
+            # Filling decides itself what becomes of zero-variance groups.
+            "groups": ext.groups if ext.fill is None else None,
+        }
+        if ext.pilot is None:
+            return GroupSampler(self.generator, self.source.next_prompts, self.ledger, dapo=ext.dapo, **common)
+        return PilotCommitSampler(
+            self.generator,
+            self.source,
+            self.ledger,
+            ext.pilot,
+            policy_version=lambda: self.generator.policy_version,
+            seed=args.train.seed,
+            **common,
+        )
 
     def _create_filling(self) -> GroupFilling[Experience] | None:
         fill, args = self.ext.fill, self.args
@@ -147,19 +163,41 @@ class Trainer(BasePPOTrainer):
         try:
             if start == 0 and self.ext.eval.at_start:
                 self.evaluate(0)
-            for step in range(start + 1, self.max_steps + 1):
-                self._step(step)
-                if step % self.args.eval.steps == 0 or step == self.max_steps:
-                    metrics = self.evaluate(step)
-                    self.save_best_checkpoint(metrics, step, self._client_states(step))
-                self.save_logs_and_checkpoints(step, {}, self._client_states(step))
-            self.reporter.summary(method=method_name(self.settings), seed=self.args.train.seed, ledger=self.ledger)
+            steps, ended = self._train_steps(start)
+            self.reporter.summary(
+                method=method_name(self.settings),
+                seed=self.args.train.seed,
+                ledger=self.ledger,
+                steps=steps,
+                ended=ended,
+            )
         finally:
             self.reporter.close()
 
+    def _train_steps(self, start: int) -> tuple[int, str | None]:
+        """All steps after ``start``. Returns the last one, and why it is not the planned one, if it is not."""
+        for step in range(start + 1, self.max_steps + 1):
+            try:
+                self._step(step)
+            except PoolExhausted as end:
+                logger.warning("the run ends after %d of %d steps: %s", step - 1, self.max_steps, end)
+                if step - 1 > start and (step - 1) % self.args.eval.steps:
+                    self._finish_step(step - 1, last=True)
+                return step - 1, f"{end} ({end.report})"
+            self._finish_step(step, last=step == self.max_steps)
+        return self.max_steps, None
+
+    def _finish_step(self, step: int, *, last: bool) -> None:
+        if step % self.args.eval.steps == 0 or last:
+            metrics = self.evaluate(step)
+            self.save_best_checkpoint(metrics, step, self._client_states(step))
+        self.save_logs_and_checkpoints(step, {}, self._client_states(step))
+
     def _step(self, step: int) -> None:
         clock = StepClock()
+        self.source.start_step()
         sampled = self.sampler.sample_step()
+        self.source.observe(sampled.generated)
         clock.lap("generation")
         report_failures(sampled.failed, sampled.num_prompts, f"step {step}")
         filled = self._fill(sampled, step)
@@ -168,8 +206,8 @@ class Trainer(BasePPOTrainer):
         self.generator.policy_version = step
         tolerance = self.ext.groups.tolerance if self.ext.groups else DEFAULT_TOLERANCE
         metrics |= step_metrics(sampled, [*filled.fresh, *filled.replayed], tolerance=tolerance)
-        metrics["step/num_reward_timeouts"] = self.generator.take_num_reward_timeouts()
-        metrics["prompts/epoch"] = self.order.epoch
+        metrics |= sampled.metrics | self.generator.take_metrics() | self.prompt_pool.metrics()
+        metrics["pool/epoch"] = self.prompt_pool.epoch
         # Closed before anything is written, so that every line on disk balances.
         metrics |= self.ledger.close_step()
         metrics |= clock.metrics()
@@ -331,7 +369,7 @@ class Trainer(BasePPOTrainer):
         budget = self.ledger.as_dict()
         metrics |= {
             "eval/num_failed_prompts": len(failed),
-            "eval/num_reward_timeouts": self.eval_generator.take_num_reward_timeouts(),
+            "eval/num_reward_timeouts": self.eval_generator.take_metrics()["step/num_reward_timeouts"],
             "budget/rollouts_generated": budget["generated"],
             "budget/tokens_generated": budget["tokens"],
             "timing/eval": time.time() - started,
@@ -360,13 +398,14 @@ class Trainer(BasePPOTrainer):
     def _client_states(self, step: int) -> dict:
         """What upstream stores beside the model. ``ext`` is small and plain; buffers will not go here."""
         return {
-            "episode": self.order.epoch,
+            "episode": self.prompt_pool.epoch,
             "global_step": step,
             "total_consumed_prompts": step * self.args.rollout.batch_size,
             "data_loader_state_dict": {},
             "ext": json.dumps(
                 {
-                    "order": self.order.state_dict(),
+                    "pool": self.prompt_pool.state_dict(),
+                    "selector": self.selector.state_dict() if self.selector else None,
                     "ledger": self.ledger.state_dict(),
                     "num_requests": self.sampler.num_requests,
                     "rng": self.rng.bit_generator.state,
@@ -391,8 +430,11 @@ class Trainer(BasePPOTrainer):
             )
         self.restore_best_checkpoint_state(states)
         state = json.loads(states["ext"])
-        self.order.load_state_dict(state["order"])
+        self.prompt_pool.load_state_dict(state["pool"])
+        if self.selector is not None and state["selector"] is not None:
+            self.selector.load_state_dict(state["selector"])
         self.ledger.load_state_dict(state["ledger"])
+        self.ledger.forget_waiting()
         self.sampler.num_requests = state["num_requests"]
         self.rng.bit_generator.state = state["rng"]
         self.reporter.train_seconds = state["train_seconds"]
@@ -400,6 +442,8 @@ class Trainer(BasePPOTrainer):
         self.generator.policy_version = step
         if self.filling is not None:
             logger.warning("checkpoints do not hold the group buffer yet: it starts empty and fills up again")
+        if self.ext.pilot is not None:
+            logger.warning("checkpoints do not hold waiting pilots yet: they are counted as pilot_not_restored")
         self.run_dir.forget_after(step)
         self.broadcast_to_vllm()
         return step

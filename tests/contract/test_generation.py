@@ -189,8 +189,8 @@ def test_a_verifier_that_hangs_or_crashes_on_an_answer_scores_it_zero_and_is_cou
     generator = generator_for(Engine(lambda call: ([bad, response(), response(), response()], None)))
     (group,) = generator.generate(requests_for(1))
     assert group.rewards() == [0.0, 1.0, 1.0, 1.0] and group.accuracies() == [0.0, 1.0, 1.0, 1.0]
-    assert generator.take_num_reward_timeouts() == 1
-    assert generator.take_num_reward_timeouts() == 0
+    assert generator.take_metrics()["step/num_reward_timeouts"] == 1
+    assert generator.take_metrics()["step/num_reward_timeouts"] == 0
     assert FAILURE_KEY not in group.rollouts[0].payload.info
 
 

@@ -304,9 +304,10 @@ def test_a_step_without_training_counts_in_ages_and_steps_of_birth() -> None:
     controller = SimpleNamespace(
         sampler=SimpleNamespace(sample_step=SampledStep),
         filling=None,
-        generator=SimpleNamespace(policy_version=6, take_num_reward_timeouts=lambda: 0),
+        generator=SimpleNamespace(policy_version=6, take_metrics=dict),
         ext=SimpleNamespace(groups=None),
-        order=SimpleNamespace(epoch=0),
+        source=Nothing(),
+        prompt_pool=SimpleNamespace(epoch=0, metrics=dict),
         ledger=RolloutLedger(),
         reporter=Nothing(),
         _fill=lambda sampled, step: Trainer._fill(controller, sampled, step),

@@ -19,6 +19,9 @@ from openrlhf_ext.config import (
     MoppsConfig,
     PilotConfig,
     PoolConfig,
+    ReplayConfig,
+    SuccessReplayConfig,
+    ThrottleConfig,
 )
 from openrlhf_ext.settings import Settings
 
@@ -378,3 +381,106 @@ def test_what_filling_does_not_go_with_is_refused(tmp_path: Path, flat, fill, st
 
 def test_filling_needs_to_know_what_an_informative_group_is(tmp_path: Path) -> None:
     assert refusal(tmp_path, PPO_LOSS, fill=FillConfig()).startswith("--ext.fill needs --ext.groups, which says")
+
+
+# -- replay --
+
+REPLAY = {**PPO_LOSS, "algo.kl.init_coef": 0.0, "algo.kl.use_loss": False}
+DROP = GroupsConfig(ineffective="drop")
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo"])
+def test_replay_goes_with_baselines_of_a_group(tmp_path: Path, estimator: str) -> None:
+    flat = {**REPLAY, "algo.advantage.estimator": estimator}
+    throttle = ThrottleConfig()
+    check(settings(tmp_path, flat, groups=DROP, replay=ReplayConfig(composition="pool")))
+    check(settings(tmp_path, flat, groups=GroupsConfig(), replay=ReplayConfig(), fill=FillConfig(), throttle=throttle))
+    check(
+        settings(
+            tmp_path, {**flat, "algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, groups=DROP, replay=ReplayConfig()
+        )
+    )
+    check(settings(tmp_path, flat, success_replay=SuccessReplayConfig()))
+
+
+@pytest.mark.parametrize(
+    ("flat", "ext", "start", "way_out"),
+    [
+        ({}, {"groups": None}, "--ext.replay needs --ext.groups, which says", "add groups: {}"),
+        (
+            {"algo.dynamic_filtering_enable": True},
+            {"groups": GroupsConfig()},
+            "--ext.replay and --algo.dynamic_filtering_enable both handle zero-variance groups",
+            "remove --algo.dynamic_filtering_enable",
+        ),
+        (
+            {"algo.advantage.estimator": "gae"},
+            {},
+            "--ext.replay does not go with --algo.advantage.estimator gae: a replayed rollout keeps one advantage",
+            "use one of group_norm, rloo, dr_grpo",
+        ),
+        (
+            {"algo.advantage.estimator": "reinforce_baseline"},
+            {},
+            "--ext.replay does not go with --algo.advantage.estimator reinforce_baseline",
+            "use one of group_norm, rloo, dr_grpo",
+        ),
+        (
+            {"algo.kl.init_coef": 0.01},
+            {},
+            "--ext.replay does not go with --algo.kl.init_coef 0.01 in the reward",
+            "set --algo.kl.init_coef 0, or --algo.kl.use_loss",
+        ),
+        (
+            {"actor.policy_loss_type": "gspo"},
+            {},
+            "--ext.replay does not go with --actor.policy_loss_type gspo",
+            "use --actor.policy_loss_type ppo",
+        ),
+        (
+            {},
+            {"groups": GroupsConfig(), "replay": ReplayConfig(composition="pool")},
+            "--ext.replay.composition pool draws the whole batch from informative rollouts",
+            "use --ext.groups.ineffective drop",
+        ),
+        (
+            {},
+            {"fill": FillConfig(), "replay": ReplayConfig(composition="pool")},
+            "--ext.replay.composition pool draws the whole batch, which leaves no slots for --ext.fill",
+            "or --ext.fill null",
+        ),
+        (
+            {},
+            {"throttle": ThrottleConfig(), "replay": ReplayConfig(composition="pool")},
+            "--ext.throttle cannot act on --ext.replay.composition pool",
+            "remove it",
+        ),
+        (
+            {},
+            {"throttle": ThrottleConfig(), "replay": None},
+            "--ext.throttle has nothing to act on without --ext.fill or --ext.replay",
+            "remove it",
+        ),
+        (
+            {"algo.dynamic_filtering_enable": True},
+            {"groups": None, "replay": None, "success_replay": SuccessReplayConfig()},
+            "--ext.success_replay and --algo.dynamic_filtering_enable both handle zero-variance groups",
+            "remove --algo.dynamic_filtering_enable",
+        ),
+        (
+            {},
+            {"dapo": DapoConfig(), "success_replay": SuccessReplayConfig()},
+            "--ext.success_replay and --ext.dapo both decide what becomes of failed groups",
+            "remove one",
+        ),
+        (
+            {"algo.advantage.estimator": "gae"},
+            {"replay": None, "success_replay": SuccessReplayConfig()},
+            "--ext.success_replay does not go with --algo.advantage.estimator gae",
+            "use one of rloo, reinforce_baseline, group_norm, dr_grpo",
+        ),
+    ],
+)
+def test_what_replay_does_not_go_with_is_refused(tmp_path: Path, flat, ext, start: str, way_out: str) -> None:
+    message = refusal(tmp_path, {**REPLAY, **flat}, **{"groups": DROP, "replay": ReplayConfig(), **ext})
+    assert message.startswith(start) and message.endswith(way_out)

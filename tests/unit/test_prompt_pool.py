@@ -51,24 +51,17 @@ def test_a_round_goes_over_the_end_of_an_epoch_but_never_has_a_prompt_twice() ->
     assert crossing[2:] + pool.take(5 - len(crossing[2:])) == second
 
 
-def test_a_round_ends_before_a_prompt_of_the_same_step() -> None:
-    pool = pool_of(4)
-    step = pool.take(4)
-    assert pool.take(4, seen=step) == []
-    assert (pool.epoch, pool.take(4)) == (1, epoch_order(4, 0, 1))
-
-
-def test_a_waiting_prompt_is_passed_over_until_the_next_epoch() -> None:
+def test_a_prompt_in_use_is_passed_over_until_the_next_epoch() -> None:
     pool = pool_of(4)
     order = epoch_order(4, 0, 0)
-    assert pool.take(2, waiting=[order[0]]) == order[1:3]
+    assert pool.take(2, pass_over=[order[0]]) == order[1:3]
     assert pool.status(order[0])[0] == "deferred"
     assert pool.take(1) == order[3:]
     assert sorted(pool.take(4)) == [0, 1, 2, 3]
 
 
-def test_where_all_prompts_wait_a_round_is_empty_and_ends() -> None:
-    assert pool_of(3).take(3, waiting=[0, 1, 2]) == []
+def test_where_all_prompts_are_in_use_a_round_is_empty_and_ends() -> None:
+    assert pool_of(3).take(3, pass_over=[0, 1, 2]) == []
 
 
 @pytest.mark.parametrize("state", ["active", "deferred", "skipped"])
@@ -204,7 +197,7 @@ def test_a_restored_pool_goes_on_exactly_even_within_an_epoch(stop: int) -> None
     def go_on(pool: PromptPool, steps: range) -> list[object]:
         log: list[object] = []
         for step in steps:
-            for index in (drawn := pool.take(4, waiting=[step % 9])):
+            for index in (drawn := pool.take(4, pass_over=[step % 9])):
                 log.append(pool.report(index, states[(step + index) % 4], SOLVED))
             log += [drawn, pool.epoch, pool.metrics(), [pool.status(index) for index in range(9)]]
         return log

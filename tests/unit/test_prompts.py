@@ -1,4 +1,4 @@
-"""Prompt files are checked row by row; prompts come in a seeded order that survives a resume."""
+"""Prompt files are checked row by row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from openrlhf_ext.prompts import PromptFile, PromptOrder, read_prompts
+from openrlhf_ext.prompts import PromptFile, read_prompts
 
 GOOD = b'{"input": "1 2 3=", "label": "a"}\n'
 
@@ -128,51 +128,3 @@ def test_repeated_inputs_are_kept_counted_and_have_different_stable_ids(tmp_path
     # Rows before or between others do not change an id: it depends on the content and the number of equal rows before.
     again = read(tmp_path, other_label + GOOD + b'{"input": "z", "label": "z"}\n' + GOOD)
     assert {row.id for row in file.rows} <= {row.id for row in again.rows}
-
-
-def test_every_epoch_is_a_permutation_and_epochs_differ() -> None:
-    order = PromptOrder(num_prompts=20, seed=3)
-    first, second = order.take(20), order.take(20)
-    assert sorted(first) == sorted(second) == list(range(20))
-    assert first != second
-    assert first != PromptOrder(num_prompts=20, seed=4).take(20)
-
-
-def test_the_sequence_does_not_depend_on_how_it_is_cut() -> None:
-    whole = PromptOrder(num_prompts=5, seed=0).take(17)
-    order = PromptOrder(num_prompts=5, seed=0)
-    assert [index for k in (1, 4, 0, 12) for index in order.take(k)] == whole
-
-
-def test_epoch_and_position_count_what_was_taken() -> None:
-    order = PromptOrder(num_prompts=5, seed=0)
-    assert (order.epoch, order.position) == (0, 0)
-    order.take(5)
-    assert (order.epoch, order.position) == (1, 0)
-    order.take(7)
-    assert (order.epoch, order.position) == (2, 2)
-
-
-@pytest.mark.parametrize("cut", range(0, 13))
-def test_a_resumed_order_goes_on_exactly(cut: int) -> None:
-    whole = PromptOrder(num_prompts=4, seed=9).take(13)
-    stopped = PromptOrder(num_prompts=4, seed=9)
-    first = stopped.take(cut)
-    resumed = PromptOrder(num_prompts=4, seed=9)
-    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-    assert first + resumed.take(13 - cut) == whole
-
-
-def test_the_state_of_other_data_or_another_seed_is_refused() -> None:
-    state = PromptOrder(num_prompts=4, seed=9).state_dict()
-    with pytest.raises(ValueError, match="num_prompts 4, this run has 5; .*--data.prompt_dataset"):
-        PromptOrder(num_prompts=5, seed=9).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed 9, this run has 8; .*--train.seed"):
-        PromptOrder(num_prompts=4, seed=8).load_state_dict(state)
-
-
-def test_an_order_needs_prompts_and_a_seed_that_is_not_negative() -> None:
-    with pytest.raises(ValueError, match="at least one prompt, got 0"):
-        PromptOrder(num_prompts=0, seed=1)
-    with pytest.raises(ValueError, match="--train.seed must not be negative, got -1"):
-        PromptOrder(num_prompts=1, seed=-1)

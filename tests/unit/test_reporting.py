@@ -53,11 +53,12 @@ def test_the_summary_of_a_resumed_run_covers_both_attempts(tmp_path):
     run_steps(RunReporter(run_dir, max_steps=4, started=0.0), 1, 2, Recorder(), ledger)
     reporter = RunReporter(run_dir, max_steps=4, started=0.0)
     run_steps(reporter, 3, 4, Recorder(), ledger)
-    reporter.summary(method="grpo", seed=1, ledger=ledger)
+    reporter.summary(method="grpo", seed=1, ledger=ledger, steps=4, ended="no prompt is left")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.2, 0.5)
     assert summary["accuracy_gain"] == pytest.approx(0.3)
     assert summary["rollouts_generated"] == 32
+    assert (summary["steps"], summary["ended"]) == (4, "no prompt is left")
     # Median of 1, 2, 3, 4.
     assert summary["step_seconds_median"] == {"step_total": 2.5}
 
@@ -65,7 +66,7 @@ def test_the_summary_of_a_resumed_run_covers_both_attempts(tmp_path):
 def test_without_an_evaluation_at_the_end_there_is_no_accuracy_after(tmp_path):
     reporter = RunReporter(RunDirectory(tmp_path), max_steps=5, started=0.0)
     run_steps(reporter, 1, 2, Recorder(), RolloutLedger())
-    reporter.summary(method="grpo", seed=1, ledger=RolloutLedger())
+    reporter.summary(method="grpo", seed=1, ledger=RolloutLedger(), steps=5)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["accuracy_after"] is None and summary["accuracy_gain"] is None
 

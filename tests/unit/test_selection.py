@@ -98,6 +98,19 @@ def test_without_a_selector_prompts_come_in_the_order_of_the_pool() -> None:
     assert [prompt.prompt_id for prompt in source.next_prompts(9)] == [f"p{index}" for index in order]
 
 
+def test_without_a_selector_a_batch_larger_than_the_pool_repeats_it() -> None:
+    source = source_of(5)
+    order = [index for epoch in range(4) for index in np.random.default_rng([0, epoch]).permutation(5).tolist()]
+    assert [prompt.prompt_id for prompt in source.next_prompts(17)] == [f"p{index}" for index in order[:17]]
+
+
+def test_a_round_over_the_end_of_an_epoch_is_full_as_long_as_the_pool_has_others() -> None:
+    source = source_of(20)
+    for _ in range(10):
+        source.start_step()
+        assert [len(source.take(6)) for _ in range(3)] == [6, 6, 6]
+
+
 def test_a_step_never_gets_a_prompt_twice_however_many_rounds_it_has() -> None:
     source = source_of(7)
     for _ in range(10):
