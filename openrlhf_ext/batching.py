@@ -42,6 +42,7 @@ def plan_batches(
     num_ranks: int,
     rows_per_window: int,
     micro_batch_size: int,
+    max_windows: int | None = None,
     max_tokens: int | None = None,
     rng: np.random.Generator | None = None,
 ) -> Plan:
@@ -51,6 +52,7 @@ def plan_batches(
         lengths: tokens (prompt + response) of each row.
         num_ranks: data-parallel ranks.
         rows_per_window: rows of one optimizer step over all ranks (``train.batch_size``).
+        max_windows: most optimizer steps; the rows of more share them.
         micro_batch_size: most rows in one micro-batch (ignored with ``max_tokens``).
         max_tokens: dynamic batching; rows are packed into micro-batches of at most this many tokens (a single longer
             row gets its own).
@@ -66,7 +68,8 @@ def plan_batches(
     if rng is not None:
         rows = [int(i) for i in rng.permutation(len(rows))]
     plan: Plan = [[] for _ in range(num_ranks)]
-    for window in split_evenly(rows, num_windows(len(rows), rows_per_window)):
+    count = num_windows(len(rows), rows_per_window)
+    for window in split_evenly(rows, count if max_windows is None else min(count, max_windows)):
         shares = split_evenly(window, num_ranks)
         if max_tokens is None:
             count = max(1, math.ceil(len(shares[0]) / micro_batch_size))

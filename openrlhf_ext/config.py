@@ -132,6 +132,12 @@ class FillConfig:
         default=None, metadata=_meta("oldest age that is used; null = no limit", unit="train steps")
     )
     max_uses: int | None = field(default=None, metadata=_meta("times a group is used; null = no limit", unit="uses"))
+    max_frac: float = field(
+        default=1.0,
+        metadata=_meta(
+            "largest share of the batch's groups that is replayed", unit="fraction", source="the paper's is 1"
+        ),
+    )
     objective: Objective = field(
         default="decoupled",
         metadata=_meta(
@@ -155,6 +161,10 @@ class FillConfig:
             _at_least("ext.fill.max_age", self.max_age, self.min_age, "it cannot be below --ext.fill.min_age")
         if self.max_uses is not None:
             _at_least("ext.fill.max_uses", self.max_uses, 1, "null means no limit, --ext.fill null is off")
+        if not 0.0 < self.max_frac <= 1.0:
+            raise ConfigError(
+                "ext.fill.max_frac", f"must be above 0 and at most 1, got {self.max_frac:g}; 1 is no cap"
+            )
         _at_least("ext.fill.weight_cap", self.weight_cap, 1, "below 1 even an unchanged policy would be capped")
 
 
@@ -401,7 +411,8 @@ class ReplayConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least("ext.replay.alpha", self.alpha, 0, "0 draws uniformly")
+        if not 0.0 <= self.alpha <= 10.0:
+            raise ConfigError("ext.replay.alpha", f"must be in [0, 10], got {self.alpha:g}; 0 draws uniformly")
         _at_least("ext.replay.warmup_steps", self.warmup_steps, 0, "0 draws as soon as something is stored")
         _at_least("ext.replay.max_age", self.max_age, 1, "a rollout can be drawn from the next step on, at age 1")
         _at_least("ext.replay.capacity", self.capacity, 1, "--ext.replay null is off")

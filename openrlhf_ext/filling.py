@@ -14,6 +14,7 @@ So the batch has B groups and the optimizer takes as many steps as GRPO's. How a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
@@ -81,14 +82,19 @@ class GroupFilling(Generic[P]):
         self._num_groups = num_groups
         self._divergence = divergence
 
-    def fill(self, groups: Sequence[RolloutGroup[P]], version: int) -> FilledStep[P]:
-        """Give every slot without an informative group a stored one, as far as the buffer reaches."""
+    def fill(self, groups: Sequence[RolloutGroup[P]], version: int, *, share: float = 1.0) -> FilledStep[P]:
+        """Give every slot without an informative group a stored one, as far as the buffer reaches.
+
+        Args:
+            share: of the slots that may be filled, how many are; the throttle's.
+        """
         effective = [group for group in groups if self._is_effective(group)]
         others = [group for group in groups if not self._is_effective(group)]
         self.buffer.evict_stale(version)
         stored = self.buffer.groups
         versions = [group.policy_version for group in stored]
-        num_slots = self._num_groups - len(effective)
+        num_slots = min(self._num_groups - len(effective), math.floor(self._config.max_frac * self._num_groups + 1e-9))
+        num_slots = round(share * num_slots)
         # With room for all of them there is nothing to choose, and no forward pass to pay for.
         num_eligible = sum(version - born >= self._config.min_age for born in versions)
         by_divergence = self._config.choose == "kl" and num_eligible > num_slots > 0

@@ -22,6 +22,8 @@ Fate = Literal[
     "trained_fresh",
     "filtered_zero_variance",
     "replaced_zero_variance",
+    "replaced_by_success",
+    "pool_not_drawn",
     "surplus",
     "failed_deadline",
     "failed_engine_error",
@@ -70,6 +72,11 @@ class RolloutLedger:
         if fate not in FATES:
             raise ValueError(f"unknown fate {fate!r}; known: {', '.join(FATES)}")
         self._fates[fate] += rollouts
+
+    def reassign(self, old: Fate, new: Fate, rollouts: int) -> None:
+        """Change the fate of rollouts of this step."""
+        self.assign(old, -rollouts)
+        self.assign(new, rollouts)
 
     def replayed(self, rollouts: int, *, born: int, step: int) -> None:
         """Count rollouts that train step ``step`` trains again. They were generated, and got their fate, before.

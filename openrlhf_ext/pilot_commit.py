@@ -191,6 +191,7 @@ class PilotCommitSampler(Sampler[P]):
         metrics: dict[str, float] = {
             "pilot/num_pilot_rollouts": sum(len(pilot.rollouts) for pilot in step.generated),
             "pilot/num_commit_rollouts": len(step.kept) * self._n_commit,
+            "pilot/num_committed_groups": len(step.kept),
             "pilot/num_survivors_waiting": len(self.survivors),
         }
         if step.generated:

@@ -22,8 +22,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from openrlhf_ext.types import RolloutGroup
-
 
 class RunDirectory:
     """Writes the files above. Every line is flushed, whole files are replaced atomically."""
@@ -45,18 +43,11 @@ class RunDirectory:
     def log_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
         self._append("samples.jsonl", samples)
 
-    def log_replayed(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Trace every replayed group to its birth: its id, prompt, birth step and rollouts."""
-        lines = [
-            {
-                "group_id": group.group_id,
-                "prompt_id": group.prompt.prompt_id,
-                "born_step": group.policy_version + 1,
-                "rollouts": len(group.rollouts),
-            }
-            for group in groups
-        ]
-        self._append("replay.jsonl", [{"step": step, "groups": lines}] if lines else [])
+    def log_replayed(self, step: int, origin: str, births: Sequence[tuple[str, str, int, int]]) -> None:
+        """Trace what a step replays: (group id, prompt id, step of birth, rollouts) each."""
+        names = ("group_id", "prompt_id", "born_step", "rollouts")
+        groups = [dict(zip(names, birth, strict=True)) for birth in births]
+        self._append("replay.jsonl", [{"step": step, "origin": origin, "groups": groups}] if groups else [])
 
     def write_json(self, name: str, content: Mapping[str, object]) -> None:
         self._replace(name, json.dumps(_finite(content), indent=2) + "\n")

@@ -1,6 +1,7 @@
 """Time what the controller adds to a train step, with stand-ins for the engines and the model, and real buffers.
 
     python scripts/bench_controller.py filling [--prompts N] [--rollouts N] [--tokens N] [--json]
+    python scripts/bench_controller.py replay [--stored N] [--draw N] [--insert N] [--tokens N] [--json]
 
 filling: the group buffer and filling (POPO, arXiv 2606.01281), by the calls that the trainer makes in each step:
 
@@ -10,11 +11,16 @@ filling: the group buffer and filling (POPO, arXiv 2606.01281), by the calls tha
     weigh     weights and advantages of all rows, and their metrics
     push      put the copies into the buffer, evict the oldest, and its metrics
 
+replay: the rollout buffer (APER, arXiv 2606.04560), full: insert, evict by age, draw by priority, metrics. Beside it
+the same of cpprb's PrioritizedReplayBuffer (pip install cpprb), which stores rows of one length, draws with
+replacement, and returns arrays instead of rollouts.
+
 One thread; each size in a process of its own, so that its peak memory is its own. Steps are measured once the buffer
 is full. An eighth of the tokens are the prompt's. CPU time is what counts where other programs keep the machine busy.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -28,6 +34,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -38,10 +45,13 @@ from openrlhf.trainer.ppo_utils.experience import (
     split_experience_batch,
 )
 
-from openrlhf_ext.adapters.replay import copy_sample, mark_rows, restore_samples, store_group, weigh_rows
-from openrlhf_ext.config import FillConfig, GroupsConfig
+from openrlhf_ext.adapters.replayed_rows import copy_sample, mark_rows, restore_samples, store_group, weigh_rows
+from openrlhf_ext.config import FillConfig, GroupsConfig, ReplayConfig
 from openrlhf_ext.filling import GroupFilling
 from openrlhf_ext.group_buffer import GroupBuffer
+from openrlhf_ext.rollout_buffer import RolloutBuffer
+from openrlhf_ext.rollout_segment import ScoredGroup
+from openrlhf_ext.stored_row import StoredRow
 from openrlhf_ext.types import Prompt, Rollout, RolloutGroup
 
 PHASES = ("fill", "restore", "store", "weigh", "push")
@@ -84,7 +94,27 @@ def main(argv: list[str] | None = None) -> int:
     filling.add_argument("--effective-frac", type=float, default=0.5, help="informative groups (default %(default)s)")
     filling.add_argument("--seed", type=int, default=0)
     filling.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    replay = sections.add_parser("replay", help="rollout buffer")
+    replay.add_argument("--stored", type=int, default=1_000_000, help="rollouts in the buffer (default %(default)s)")
+    replay.add_argument("--draw", type=int, default=4096, help="rollouts of a draw (default %(default)s)")
+    replay.add_argument("--insert", type=int, default=8192, help="rollouts of a step (default %(default)s)")
+    replay.add_argument("--tokens", type=int, default=64, help="tokens of a row (default %(default)s)")
+    replay.add_argument("--steps", type=int, default=9, help="measured steps (default %(default)s)")
+    replay.add_argument("--seed", type=int, default=0)
+    replay.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(argv)
+    if args.section == "replay":
+        if (
+            not 1 <= args.draw <= args.stored
+            or not 8 <= args.insert <= args.stored
+            or args.tokens < 8
+            or args.steps < 1
+        ):
+            parser.error("needs --draw >= 1, --insert >= 8, both at most --stored, --tokens >= 8, --steps >= 1")
+        case = ReplayCase(**{field.name: getattr(args, field.name) for field in fields(ReplayCase)})
+        result = bench_replay(case)
+        print(json.dumps(result, indent=2) if args.json else replay_report(result))
+        return 0
     if args.prompts < 4 or args.rollouts < 2 or args.tokens < 32 or args.steps < 1 or not 0 < args.effective_frac <= 1:
         parser.error("needs --prompts >= 4, --rollouts >= 2, --tokens >= 32, --steps >= 1, 0 < --effective-frac <= 1")
     result = bench_filling(Case(**{field.name: getattr(args, field.name) for field in fields(Case)}))
@@ -229,6 +259,128 @@ def _growth_line(case: dict) -> str:
     )
 
 
+# -- replay --
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCase:
+    """One size of rollout buffer; groups have 8 rollouts."""
+
+    stored: int
+    draw: int
+    insert: int
+    tokens: int
+    steps: int
+    seed: int
+
+    @property
+    def num_sampled(self) -> int:
+        return self.tokens - self.tokens // 8
+
+
+def bench_replay(case: ReplayCase) -> dict:
+    libraries = {"cpprb": in_own_process(measure_cpprb, case)} if importlib.util.find_spec("cpprb") else {}
+    return {"machine": machine(), **asdict(case), "ours": in_own_process(measure_replay, case), **libraries}
+
+
+def measure_replay(case: ReplayCase) -> dict:
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(case.seed)
+    groups = replay_groups(case, rng)
+    num_inserted = 8 * len(groups)
+    num_versions = case.stored // num_inserted
+    buffer = RolloutBuffer(ReplayConfig(max_age=num_versions, capacity=case.stored, max_gib=1024))
+    steps: list[dict[str, float]] = []
+    for version in range(num_versions + case.steps):
+        born = [replace(one, group=replace(one.group, policy_version=version)) for one in groups]
+        step: dict[str, float] = {}
+        with timed(step, "evict"):
+            buffer.evict_stale(version)
+        if version >= num_versions:
+            with timed(step, "draw"):
+                buffer.draw(case.draw, rng)
+        with timed(step, "insert"):
+            buffer.push(born)
+        with timed(step, "metrics"):
+            buffer.metrics(version)
+        steps.append(step)
+    return {
+        "seconds": {phase: spread(steps[-case.steps :], phase) for phase in ("insert", "evict", "draw", "metrics")},
+        "stored": len(buffer),
+        "bookkeeping_bytes_per_rollout": buffer.bookkeeping_bytes / len(buffer),
+        "bytes_per_rollout": buffer.num_bytes / len(buffer),
+    }
+
+
+def measure_cpprb(case: ReplayCase) -> dict:
+    from cpprb import PrioritizedReplayBuffer  # type: ignore[import-not-found]
+
+    rng = np.random.default_rng(case.seed)
+    shapes = {
+        "tokens": {"shape": case.tokens, "dtype": np.int32},
+        "mask": {"shape": case.tokens - 1, "dtype": np.bool_},
+        "log_probs": {"shape": case.num_sampled, "dtype": np.float32},
+        "advantage": {"dtype": np.float32},
+    }
+    rows = {name: np.ones((case.insert, field.get("shape", 1)), field["dtype"]) for name, field in shapes.items()}
+    priorities = np.abs(rng.standard_normal(case.insert))
+    buffer = PrioritizedReplayBuffer(case.stored, shapes, alpha=0.5, eps=1e-6)
+    steps: list[dict[str, float]] = []
+    for _ in range(case.stored // case.insert + case.steps):
+        step: dict[str, float] = {}
+        with timed(step, "insert"):
+            buffer.add(**rows, priorities=priorities)
+        with timed(step, "draw"):
+            buffer.sample(case.draw, beta=0.0)
+        steps.append(step)
+    return {"seconds": {phase: spread(steps[-case.steps :], phase) for phase in ("insert", "draw")}}
+
+
+def replay_groups(case: ReplayCase, rng: np.random.Generator) -> list[ScoredGroup[StoredRow]]:
+    """A step's groups of 1 to 7 successes of 8."""
+    mask = np.arange(1, case.tokens) >= case.tokens - case.num_sampled
+    groups = []
+    for i in range(case.insert // 8):
+        rewards = (np.arange(8) < rng.integers(1, 8)).astype(float)
+        rollouts = []
+        for reward in rewards.tolist():
+            tokens = rng.integers(VOCABULARY, size=case.tokens, dtype=np.int32)
+            log_probs = -rng.random(case.num_sampled, dtype=np.float32)
+            info = {"reward": reward, "response_clip_ratio": 0.0}
+            rollouts.append(
+                Rollout(reward, reward, case.num_sampled, StoredRow(tokens, mask, log_probs, None, False, info, None))
+            )
+        group = RolloutGroup(f"g{i:08d}", Prompt(str(i), "prompt", "label"), tuple(rollouts), 0)
+        groups.append(ScoredGroup.of(group, ((rewards - rewards.mean()) / rewards.std(ddof=1)).tolist()))
+    return groups
+
+
+def replay_report(result: dict) -> str:
+    ours = result["ours"]
+    lines = [
+        result["machine"],
+        f"{ours['stored']:,} rollouts of {result['tokens']:,} tokens stored; insertion of {result['insert']:,}, "
+        f"draw of {result['draw']:,}; {result['steps']} steps",
+        "",
+        f"{'milliseconds':<20}{'median':>9}{'min':>9}{'max':>9}{'CPU time':>10}",
+    ]
+    for library in ("ours", "cpprb"):
+        if library not in result:
+            lines.append(f"{library} is not installed")
+            continue
+        for name, t in result[library]["seconds"].items():
+            figures = "".join(f"{t[key] * 1e3:9.2f}" for key in ("median", "min", "max"))
+            lines.append(f"{library + ': ' + name:<20}{figures}{t['cpu'] * 1e3:10.2f}")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{'bookkeeping of a rollout':<40}{ours['bookkeeping_bytes_per_rollout']:8.1f} bytes",
+            f"{'a rollout in all':<40}{ours['bytes_per_rollout']:8.1f} bytes",
+        ]
+    )
+
+
 # -- stand-ins --
 
 
@@ -284,7 +436,7 @@ def model_rows(samples: list[Experience]) -> list[Experience]:
 # -- measuring --
 
 
-def in_own_process(measure: Callable[[Case], dict], case: Case) -> dict:
+def in_own_process(measure: Callable[[Any], dict], case: object) -> dict:
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
         return pool.submit(measure, case).result()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from openrlhf_ext.adapters import cpu_platform
 from openrlhf_ext.adapters.measured_loss import MeasuredLoss
-from openrlhf_ext.adapters.replay import REPLAYED
+from openrlhf_ext.adapters.replayed_rows import ORIGIN
 from openrlhf_ext.adapters.upstream import plain
 
 
@@ -223,15 +223,15 @@ class PolicyActor(WindowedTraining, plain(upstream_actor.PolicyModelActor)):
         return self._fit_windows(self.trainer.max_epochs)
 
     def _train_micro_batch(self, micro_batch, step: int, info: dict) -> dict:
-        if REPLAYED not in micro_batch.info:
+        if ORIGIN not in micro_batch.info:
             return self.trainer.training_step(micro_batch, self._kl_ctl, step, info)
         if not isinstance(self.trainer.actor_loss_fn, MeasuredLoss):
             self.trainer.actor_loss_fn = MeasuredLoss(self.trainer.actor_loss_fn)
         loss = self.trainer.actor_loss_fn
-        loss.watch(micro_batch.info[REPLAYED])
+        loss.watch(micro_batch.info[ORIGIN])
         status = self.trainer.training_step(micro_batch, self._kl_ctl, step, info)
         shares = loss.take()
-        status["metrics"] |= shares
+        status["metrics"] = {key: value for key, value in status["metrics"].items() if key != ORIGIN} | shares
         status["weights"] |= dict.fromkeys(shares, "token")
         return status
 

@@ -6,6 +6,7 @@ rank gets the same number of forward calls, and groups without reward spread get
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +37,24 @@ class ExperienceMaker(RemoteExperienceMaker):
         rows: list[Experience | None] = [None] * len(samples)
         for batch in self.make_experience_batch(samples):
             index = batch.index
+            for i, row in zip(index, remove_padding_in_sequences(split_experience_batch(batch)), strict=True):
+                rows[i] = row
+        return rows  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def make_frozen_rows(self, samples: list[Experience], advantages: Sequence[float]) -> list[Experience]:
+        """Single rows whose advantages were computed long ago, with log-probabilities under the current policy.
+
+        Upstream's advantages need whole groups, so these rows go past them.
+        """
+        rows: list[Experience | None] = [None] * len(samples)
+        for batch in self.make_experience(self.split_rollout_samples(samples)):
+            index = batch.index
+            frozen = torch.tensor([advantages[i] for i in index])
+            batch.advantages = frozen[:, None] * batch.action_mask
+            batch.returns = batch.advantages.clone()
+            batch.info |= {"return": frozen, "group_reward_std": torch.zeros_like(frozen)}
+            batch.kl = None
             for i, row in zip(index, remove_padding_in_sequences(split_experience_batch(batch)), strict=True):
                 rows[i] = row
         return rows  # type: ignore[return-value]
@@ -112,6 +131,8 @@ def plan_training(rows: list[Experience], args, *, num_ranks: int, rng: np.rando
         [int(row.total_length.item()) for row in rows],
         num_ranks=num_ranks,
         rows_per_window=args.train.batch_size,
+        # Replay makes the optimizer's batches larger, not more.
+        max_windows=args.rollout.batch_size * args.rollout.n_samples_per_prompt // args.train.batch_size,
         micro_batch_size=args.train.micro_batch_size,
         max_tokens=args.train.max_tokens_per_gpu if args.train.dynamic_batch_enable else None,
         rng=rng,

@@ -252,8 +252,6 @@ def unify_info(experiences: Sequence[Experience]) -> None:
     OpenRLHF takes the key set of the first row and reduces metrics over ranks by position, so rows with other keys
     raise, vanish or shift numbers between metrics.
     """
-    keys = sorted({key for experience in experiences for key in experience.info})
+    zeros = {key: torch.zeros_like(value, dtype=torch.float) for one in experiences for key, value in one.info.items()}
     for experience in experiences:
-        experience.info = {
-            key: experience.info[key].float() if key in experience.info else torch.zeros(1) for key in keys
-        }
+        experience.info = {key: experience.info.get(key, zeros[key]).float() for key in sorted(zeros)}

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from openrlhf_ext.adapters.replayed_rows import ORIGINS
 from openrlhf_ext.off_policy import clipped_tokens
 
 
 class MeasuredLoss:
-    """Calls OpenRLHF's loss unchanged and counts clipped tokens of fresh and of replayed rows.
+    """Calls OpenRLHF's loss unchanged and counts clipped tokens by the origin of their row.
 
     Every count is a share of *all* tokens of the micro-batch, so that means weighted by tokens add up over
     micro-batches and ranks; `ratios` divides them in the end.
@@ -18,12 +19,12 @@ class MeasuredLoss:
 
     def __init__(self, loss: Callable) -> None:
         self._loss = loss
-        self._is_replayed: torch.Tensor | None = None
+        self._origin: torch.Tensor | None = None
         self._shares: dict[str, torch.Tensor] = {}
 
-    def watch(self, is_replayed: torch.Tensor) -> None:
-        """Measure the next call; ``is_replayed`` is (B,), true for replayed rows."""
-        self._is_replayed = is_replayed.bool()
+    def watch(self, origin: torch.Tensor) -> None:
+        """Measure the next call; ``origin`` is (B,), each row's place in `ORIGINS`."""
+        self._origin = origin
 
     def take(self) -> dict[str, torch.Tensor]:
         """The shares of the last watched call."""
@@ -31,10 +32,10 @@ class MeasuredLoss:
         return shares
 
     def __call__(self, log_probs, old_log_probs, advantages, action_mask, **options):
-        if self._is_replayed is not None:
+        if self._origin is not None:
             with torch.no_grad():
                 self._shares = self._measure(log_probs, old_log_probs, advantages, action_mask.bool())
-            self._is_replayed = None
+            self._origin = None
         return self._loss(log_probs, old_log_probs, advantages, action_mask=action_mask, **options)
 
     def _measure(self, log_probs, old_log_probs, advantages, mask) -> dict[str, torch.Tensor]:
@@ -47,17 +48,17 @@ class MeasuredLoss:
         )
         num_tokens = mask.sum().clamp(min=1)
         shares = {}
-        for origin, rows in (("fresh", ~self._is_replayed), ("replay", self._is_replayed)):
-            tokens = mask & rows[:, None]
+        for i, origin in enumerate(ORIGINS):
+            tokens = mask & (self._origin == i)[:, None]
             shares[f"{origin}_token_frac"] = tokens.sum() / num_tokens
             shares[f"{origin}_ratio_clipped_share"] = (clipped & tokens).sum() / num_tokens
         return shares
 
 
 def ratios(status: dict[str, float]) -> dict[str, float]:
-    """Take the shares out of a reduced status: ``fresh/ratio_clipped_frac``, ``replay/...`` and token shares."""
+    """Take the shares out of a reduced status: ``fresh/ratio_clipped_frac``, ``fresh/token_frac`` and so on."""
     metrics = {}
-    for origin in ("fresh", "replay"):
+    for origin in ORIGINS:
         tokens = status.pop(f"{origin}_token_frac", 0.0)
         clipped = status.pop(f"{origin}_ratio_clipped_share", 0.0)
         if tokens:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from openrlhf_ext.groups import group_metrics, has_spread
+from openrlhf_ext.groups import group_metrics
 from openrlhf_ext.sampling import SampledStep
 from openrlhf_ext.settings import Settings
 from openrlhf_ext.types import FailedRequest, RolloutGroup
@@ -18,9 +18,7 @@ logger = logging.getLogger(__name__)
 
 def step_metrics(sampled: SampledStep, trained: Sequence[RolloutGroup], *, tolerance: float) -> dict[str, float]:
     """Counts and group statistics of what was generated and of what is trained."""
-    spread = [group for group in trained if has_spread(group.rewards(), tolerance)]
     return {
-        "step/num_gradient_rollouts": sum(len(group.rollouts) for group in spread),
         **group_metrics(sampled.generated, tolerance=tolerance, suffix="generated"),
         **group_metrics(trained, tolerance=tolerance, suffix="trained"),
         "step/num_prompts": sampled.num_prompts,

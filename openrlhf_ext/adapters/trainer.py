@@ -16,16 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import ray
-import torch
 from openrlhf.trainer.ppo_trainer import BasePPOTrainer
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils import get_tokenizer
 
+from openrlhf_ext.adapters.batch_composer import Batch, BatchComposer
 from openrlhf_ext.adapters.data import load_prompts
 from openrlhf_ext.adapters.experience_maker import ExperienceMaker, plan_training, rank_windows
-from openrlhf_ext.adapters.generation import EnginePool, GroupGenerator, unify_info
+from openrlhf_ext.adapters.generation import EnginePool, GroupGenerator
 from openrlhf_ext.adapters.measured_loss import ratios
-from openrlhf_ext.adapters.replay import copy_sample, mark_rows, restore_samples, store_group, weigh_rows
 from openrlhf_ext.adapters.step_report import (
     method_name,
     report_failures,
@@ -35,11 +34,8 @@ from openrlhf_ext.adapters.step_report import (
 )
 from openrlhf_ext.batching import Plan
 from openrlhf_ext.evaluation import accuracy_by_prompt, evaluate_groups
-from openrlhf_ext.filling import FilledStep, GroupFilling
-from openrlhf_ext.group_buffer import GroupBuffer, StoredGroup
 from openrlhf_ext.groups import DEFAULT_TOLERANCE
 from openrlhf_ext.ledger import RolloutLedger
-from openrlhf_ext.off_policy import behavior_kl
 from openrlhf_ext.pilot_commit import PilotCommitSampler
 from openrlhf_ext.prompt_pool import PoolExhausted, PromptPool
 from openrlhf_ext.prompts import PromptFile
@@ -114,7 +110,9 @@ class Trainer(BasePPOTrainer):
             self.pool, args, ext, temperature=args.eval.temperature, on_progress=self.reporter.generation
         )
         self.sampler = self._create_sampler()
-        self.filling = self._create_filling()
+        self.composer = BatchComposer(
+            args, ext, self.experience_maker, self.ledger, self.run_dir, log_probs=self.generator.collects_log_probs
+        )
         self._num_idle_steps = 0
 
     def _create_sampler(self) -> GroupSampler[Experience] | PilotCommitSampler[Experience]:
@@ -123,8 +121,8 @@ class Trainer(BasePPOTrainer):
             "group_size": args.rollout.n_samples_per_prompt,
             "batch_size": args.rollout.batch_size,
             "max_retries": ext.rollout.max_retries,
-            # Filling decides itself what becomes of zero-variance groups.
-            "groups": ext.groups if ext.fill is None else None,
+            # Filling and success replay decide themselves what becomes of zero-variance groups.
+            "groups": ext.groups if ext.fill is None and ext.success_replay is None else None,
         }
         if ext.pilot is None:
             return GroupSampler(self.generator, self.source.next_prompts, self.ledger, dapo=ext.dapo, **common)
@@ -136,21 +134,6 @@ class Trainer(BasePPOTrainer):
             policy_version=lambda: self.generator.policy_version,
             seed=args.train.seed,
             **common,
-        )
-
-    def _create_filling(self) -> GroupFilling[Experience] | None:
-        fill, args = self.ext.fill, self.args
-        if fill is None:
-            return None
-        buffer = GroupBuffer(
-            capacity=fill.capacity or fill.min_age * args.rollout.batch_size,
-            max_bytes=int(fill.max_gib * 2**30),
-            max_age=fill.max_age,
-            max_uses=fill.max_uses,
-        )
-        assert self.ext.groups is not None  # checks.py
-        return GroupFilling(
-            fill, self.ext.groups, buffer, num_groups=args.rollout.batch_size, divergence=self._divergence
         )
 
     # -- the loop --
@@ -200,12 +183,15 @@ class Trainer(BasePPOTrainer):
         self.source.observe(sampled.generated)
         clock.lap("generation")
         report_failures(sampled.failed, sampled.num_prompts, f"step {step}")
-        filled = self._fill(sampled, step)
-        metrics = self._train(filled, step, clock) if filled.fresh or filled.replayed else self._skip(sampled)
+        batch = self.composer.compose(sampled.kept, version=self.generator.policy_version, step=step)
+        clock.lap("make_experience")
+        metrics = self._train(batch, step, clock) if batch.rows else self._skip(sampled)
         # A step without training counts, too: ages and steps of birth are in train steps.
         self.generator.policy_version = step
+        metrics |= batch.metrics | self.composer.store(batch, version=step)
         tolerance = self.ext.groups.tolerance if self.ext.groups else DEFAULT_TOLERANCE
-        metrics |= step_metrics(sampled, [*filled.fresh, *filled.replayed], tolerance=tolerance)
+        metrics |= step_metrics(sampled, [*batch.fresh_groups, *batch.replayed_groups], tolerance=tolerance)
+        metrics["step/num_gradient_rollouts"] = sum(bool(row.advantages.any()) for row in batch.rows)
         metrics |= sampled.metrics | self.generator.take_metrics() | self.prompt_pool.metrics()
         metrics["pool/epoch"] = self.prompt_pool.epoch
         # Closed before anything is written, so that every line on disk balances.
@@ -213,105 +199,26 @@ class Trainer(BasePPOTrainer):
         metrics |= clock.metrics()
         self.reporter.train_step(step, metrics, self.ledger)
 
-    def _fill(self, sampled: SampledStep, step: int) -> FilledStep:
-        """The groups to train, and the fates of those that filling takes out."""
-        if self.filling is None:
-            return FilledStep(fresh=sampled.kept)
-        filled = self.filling.fill(sampled.kept, self.generator.policy_version)
-        self.ledger.assign("replaced_zero_variance", _num_rollouts(filled.replaced))
-        self.ledger.assign("filtered_zero_variance", _num_rollouts(filled.dropped))
-        for group in filled.replayed:
-            self.ledger.replayed(len(group.rollouts), born=group.policy_version + 1, step=step)
-        self.run_dir.log_replayed(step, filled.replayed)
-        return filled
-
-    def _train(self, filled: FilledStep, step: int, clock: StepClock) -> dict:
-        """Forward passes, advantages, optimizer steps and weight sync for the groups of one step."""
+    def _train(self, batch: Batch, step: int, clock: StepClock) -> dict:
+        """Optimizer steps and weight sync for the rows of one step."""
         self._num_idle_steps = 0
-        # Groups that are stored without being trained (POPO-ineff) need their log-probabilities all the same.
-        only_stored = [g for g in (*filled.replaced, *filled.dropped) if self.filling and self.filling.is_stored(g)]
-        rows = self._make_rows([*filled.fresh, *only_stored], filled.replayed)
-        fresh = rows[: _num_rollouts(filled.fresh)]
-        new = [*fresh, *rows[len(fresh) : len(fresh) + _num_rollouts(only_stored)]]
-        replayed = rows[len(new) :]
         self.run_dir.log_samples(
-            sample_lines(step, filled.fresh, fresh, self.tokenizer, limit=self.ext.log.samples_per_step)
+            sample_lines(
+                step, batch.fresh_groups, batch.fresh_group_rows, self.tokenizer, limit=self.ext.log.samples_per_step
+            )
         )
-        metrics = row_metrics(fresh)
-        to_store: list[StoredGroup] = []
-        if self.filling is not None:
-            to_store = self._copies([*filled.fresh, *only_stored], new)
-            metrics |= self._weigh(fresh, replayed, filled.replayed)
-        rows = [*fresh, *replayed]
-        clock.lap("make_experience")
+        rows = batch.rows
         plan = plan_training(rows, self.args, num_ranks=self.num_ranks, rng=self.rng)
         self._hand_out(plan, rows)
         status = self.ppo_train(step)
-        self.ledger.assign("trained_fresh", len(fresh))
         clock.lap("ppo_train")
         self.broadcast_to_vllm()
         clock.lap("broadcast")
-        if self.filling is not None:
-            self.filling.store(to_store)
-            metrics |= self.filling.buffer.metrics(step) | ratios(status)
         if math.isfinite(status.get("kl", math.nan)):
             self.kl_ctl.update(status["kl"], len(rows))
+        metrics = ratios(status) | row_metrics(batch.fresh)
         metrics |= {f"train/{key}": value for key, value in status.items()}
         return metrics | {"train/num_rows": len(rows), "train/num_optimizer_steps": len(plan[0])}
-
-    def _make_rows(self, groups: list[RolloutGroup], replayed: list[StoredGroup]) -> list[Experience]:
-        """Single rows with log-probabilities and advantages, those of replayed groups last.
-
-        Raises RuntimeError when the policy gives no finite log-probabilities any more.
-        """
-        samples = [copy_sample(rollout) for group in groups for rollout in group.rollouts]
-        log_probs = self.generator.collects_log_probs
-        samples += [sample for group in replayed for sample in restore_samples(group, log_probs=log_probs)]
-        unify_info(samples)
-        rows = self.experience_maker.make_rows(samples)
-        broken = sum(not bool(torch.isfinite(row.action_log_probs[row.action_mask.bool()]).all()) for row in rows)
-        if broken:
-            raise RuntimeError(
-                f"the policy's log-probabilities are not finite in {broken} of {len(rows)} rollouts: training has "
-                "diverged; lower --actor.adam.lr, or continue from an earlier checkpoint"
-            )
-        return rows
-
-    def _copies(self, groups: list[RolloutGroup], rows: list[Experience]) -> list[StoredGroup]:
-        """Copies for the buffer of those groups that belong into it."""
-        copies = []
-        for i, group in enumerate(groups):
-            if self.filling.is_stored(group):
-                size = len(group.rollouts)
-                copies.append(store_group(group, rows[i * size : (i + 1) * size], engine_gap=self._corrects_engine))
-        return copies
-
-    def _weigh(self, fresh: list[Experience], replayed: list[Experience], groups: list[StoredGroup]) -> dict:
-        """Give replayed rows their weights; metrics of what is replayed."""
-        version = self.generator.policy_version
-        stored = [rollout.payload for group in groups for rollout in group.rollouts]
-        ages = [version - group.policy_version for group in groups for _ in group.rollouts]
-        mark_rows(fresh, replayed)
-        metrics = weigh_rows(replayed, stored, ages, self.ext.fill, correct_engine=self._corrects_engine)
-        metrics |= {"replay/num_groups": len(groups), "replay/num_rows": len(replayed)}
-        return metrics | ({"replay/age_mean": float(np.mean(ages)), "replay/age_max": max(ages)} if ages else {})
-
-    @property
-    def _corrects_engine(self) -> bool:
-        return self.args.algo.advantage.is_correction_level != "off"
-
-    def _divergence(self, groups: list[StoredGroup]) -> list[float]:
-        """KL(behavior || current policy) of stored groups, a mean over their own tokens (POPO-KL)."""
-        samples = [sample for group in groups for sample in restore_samples(group, log_probs=False)]
-        current = iter(self.experience_maker.log_probs(samples))
-        found = []
-        for group in groups:
-            kls = [
-                behavior_kl(next(current)[row.action_mask], torch.from_numpy(row.behavior_log_probs))
-                for row in (rollout.payload for rollout in group.rollouts)
-            ]
-            found.append(float(torch.cat(kls).mean()))
-        return found
 
     def _hand_out(self, plan: Plan, rows: list[Experience]) -> None:
         """Give every rank its windows; ranks of one ring or tensor-parallel group get the same."""
@@ -440,14 +347,10 @@ class Trainer(BasePPOTrainer):
         self.reporter.train_seconds = state["train_seconds"]
         step = states["global_step"]
         self.generator.policy_version = step
-        if self.filling is not None:
-            logger.warning("checkpoints do not hold the group buffer yet: it starts empty and fills up again")
+        if self.composer.holds_anything:
+            logger.warning("checkpoints do not hold replay buffers yet: they start empty and fill up again")
         if self.ext.pilot is not None:
             logger.warning("checkpoints do not hold waiting pilots yet: they are counted as pilot_not_restored")
         self.run_dir.forget_after(step)
         self.broadcast_to_vllm()
         return step
-
-
-def _num_rollouts(groups: list[RolloutGroup]) -> int:
-    return sum(len(group.rollouts) for group in groups)

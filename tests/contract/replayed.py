@@ -11,7 +11,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from recorded import OFF_POLICY, maker, mixed_rewards, recorded_samples, response
 
-from openrlhf_ext.adapters.replay import copy_sample, mark_rows, store_group, weigh_rows
+from openrlhf_ext.adapters.replayed_rows import copy_sample, mark_rows, store_group, weigh_rows
 from openrlhf_ext.adapters.trainer import Trainer
 from openrlhf_ext.config import FillConfig
 from openrlhf_ext.group_buffer import StoredGroup

@@ -69,3 +69,19 @@ def test_size_that_cannot_be_quartered_is_refused(script: ModuleType, capsys: py
     with pytest.raises(SystemExit):
         script.main(["filling", "--prompts", "3"])
     assert "--prompts >= 4" in capsys.readouterr().err
+
+
+def test_a_full_rollout_buffer_is_measured_within_its_bytes(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ["--stored", "512", "--draw", "16", "--insert", "64", "--tokens", "16", "--steps", "2"]
+    assert script.main(["replay", *size, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["ours"]["stored"] == 512
+    # 16 tokens of 4 bytes, 15 mask entries of 1 byte, 14 log-probabilities of 4 bytes: 135 bytes.
+    bytes_beside = figures["ours"]["bytes_per_rollout"] - 135
+    assert bytes_beside == pytest.approx(figures["ours"]["bookkeeping_bytes_per_rollout"]) and bytes_beside <= 64
+    table = script.replay_report(figures)
+    for phase in ("insert", "evict", "draw", "metrics"):
+        assert f"\nours: {phase}" in table
+    assert "\ncpprb" in table

@@ -26,7 +26,7 @@ from test_parity import assert_equal
 from openrlhf_ext.adapters.actors import _add_metrics, _reduce
 from openrlhf_ext.adapters.generation import unify_info
 from openrlhf_ext.adapters.measured_loss import MeasuredLoss, ratios
-from openrlhf_ext.adapters.replay import REPLAYED, copy_sample, restore_samples, store_group
+from openrlhf_ext.adapters.replayed_rows import REPLAYED, copy_sample, restore_samples, store_group
 from openrlhf_ext.adapters.trainer import Trainer
 from openrlhf_ext.config import FillConfig
 from openrlhf_ext.ledger import RolloutLedger

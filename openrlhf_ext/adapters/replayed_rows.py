@@ -8,14 +8,17 @@ from dataclasses import replace
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from openrlhf_ext.config import FillConfig
+from openrlhf_ext.config import Objective
 from openrlhf_ext.group_buffer import StoredGroup
 from openrlhf_ext.off_policy import ReplayMeter, behavior_kl, clip_center_and_weight
 from openrlhf_ext.stored_row import StoredRow, copy_multimodal
-from openrlhf_ext.types import Rollout, RolloutGroup
+from openrlhf_ext.types import Prompt, Rollout, RolloutGroup
 
-REPLAYED = "replayed_row_frac"
-"""Key in ``Experience.info``: 1 for a replayed row, 0 for a fresh one. Its mean over rows is what the name says."""
+ORIGINS = ("fresh", "replay", "rollout_replay")
+"""A row is fresh, of a group that fills a slot (POPO), or drawn by itself (APER)."""
+
+ORIGIN = "origin"
+"""Key in ``Experience.info``: the row's origin, as its place in `ORIGINS`. All rows of a batch have it, or none."""
 
 
 def store_group(group: RolloutGroup[Experience], rows: Sequence[Experience], *, engine_gap: bool) -> StoredGroup:
@@ -50,10 +53,11 @@ def restore_samples(group: StoredGroup, *, log_probs: bool) -> list[Experience]:
     Args:
         log_probs: fill ``rollout_log_probs``, which all rows of a batch must have or none.
     """
-    return [_sample(group, rollout, log_probs) for rollout in group.rollouts]
+    return [restore_sample(group.prompt, rollout, log_probs=log_probs) for rollout in group.rollouts]
 
 
-def _sample(group: StoredGroup, rollout: Rollout[StoredRow], log_probs: bool) -> Experience:
+def restore_sample(prompt: Prompt, rollout: Rollout[StoredRow], *, log_probs: bool) -> Experience:
+    """`restore_samples` of a single rollout."""
     row = rollout.payload
     tokens = torch.from_numpy(row.tokens).long()
     actions = row.action_mask.nonzero()[0]
@@ -62,9 +66,9 @@ def _sample(group: StoredGroup, rollout: Rollout[StoredRow], log_probs: bool) ->
         attention_mask=torch.ones_like(tokens)[None],
         action_mask=torch.from_numpy(row.action_mask).long()[None],
         rollout_log_probs=row.on_actions(row.behavior_log_probs)[None] if log_probs else None,
-        prompts=[group.prompt.text],
-        labels=[group.prompt.label],
-        images=[group.prompt.images],
+        prompts=[prompt.text],
+        labels=[prompt.label],
+        images=[prompt.images],
         mm_train_inputs=[None if row.multimodal is None else dict(row.multimodal)],
         rewards=torch.tensor([rollout.reward]),
         scores=torch.tensor([rollout.accuracy]),
@@ -84,8 +88,9 @@ def weigh_rows(
     rows: Sequence[Experience],
     stored: Sequence[StoredRow],
     ages: Sequence[int],
-    config: FillConfig,
     *,
+    objective: Objective,
+    weight_cap: float,
     correct_engine: bool,
 ) -> dict[str, float]:
     """Turn replayed rows with plain advantages into what the off-policy objective trains.
@@ -97,32 +102,30 @@ def weigh_rows(
         rows: single rows; ``advantages``, and where the objective says so ``action_log_probs``, are replaced.
         stored: what each row was restored from.
         ages: train steps since each row was sampled.
+        objective, weight_cap: see `off_policy.clip_center_and_weight`.
         correct_engine: give the rows the engine mismatch of their birth, for OpenRLHF's own correction.
 
     Returns:
-        Metrics, ``replay/...``.
+        The metrics of `off_policy.ReplayMeter`.
     """
-    meter = ReplayMeter(weight_cap=config.weight_cap)
+    meter = ReplayMeter(weight_cap=weight_cap)
     for row, source, age in zip(rows, stored, ages, strict=True):
         mask = source.action_mask  # in NumPy: PyTorch takes five times as long to index by a mask
         proximal = torch.from_numpy(row.action_log_probs.float().numpy()[mask])
         behavior = torch.from_numpy(source.behavior_log_probs)
-        center, weight = clip_center_and_weight(
-            proximal, behavior, objective=config.objective, weight_cap=config.weight_cap
-        )
+        center, weight = clip_center_and_weight(proximal, behavior, objective=objective, weight_cap=weight_cap)
         advantages = row.advantages.clone()
         advantages.numpy()[mask] *= weight.numpy()
         row.advantages = advantages
-        if config.objective == "behavior_clip":
+        if objective == "behavior_clip":
             row.action_log_probs = source.on_actions(center.numpy())
         if correct_engine and source.engine_gap is not None:
             row.rollout_log_probs = source.on_actions(center.numpy() - source.engine_gap)
         meter.add(weight, behavior_kl(proximal, behavior), age=age)
-    return {f"replay/{name}": value for name, value in meter.metrics().items()}
+    return meter.metrics()
 
 
-def mark_rows(fresh: Sequence[Experience], replayed: Sequence[Experience]) -> None:
-    """Tell the actors which rows are replayed; all rows of a batch must have the key, or none."""
-    for rows, value in ((fresh, 0.0), (replayed, 1.0)):
-        for row in rows:
-            row.info[REPLAYED] = torch.tensor(value)
+def mark_rows(rows: Sequence[Experience], origin: str) -> None:
+    """Tell the actors where rows come from."""
+    for row in rows:
+        row.info[ORIGIN] = torch.tensor(float(ORIGINS.index(origin)))
