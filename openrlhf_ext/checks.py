@@ -298,9 +298,13 @@ def _check_success_replay(args: SimpleNamespace, ext: ExtConfig) -> None:
             "--ext.success_replay and --algo.dynamic_filtering_enable both handle zero-variance groups; remove "
             "--algo.dynamic_filtering_enable"
         )
-    for flag, on in (("--ext.fill", ext.fill), ("--ext.dapo", ext.dapo), ("--ext.pilot", ext.pilot)):
-        if on is not None:
+    for flag, part in (("--ext.fill", ext.fill), ("--ext.dapo", ext.dapo), ("--ext.pilot", ext.pilot)):
+        if part is not None:
             raise ValueError(f"--ext.success_replay and {flag} both decide what becomes of failed groups; remove one")
+    if ext.replay is not None:
+        raise ValueError(
+            "--ext.success_replay makes groups of two policies, which --ext.replay cannot store; remove one of them"
+        )
     if not _has_group_baseline(args):
         raise ValueError(
             f"--ext.success_replay does not go with --algo.advantage.estimator {args.algo.advantage.estimator}, which "

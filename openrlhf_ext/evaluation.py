@@ -79,3 +79,17 @@ def _accuracy(
     for k in pass_at:
         metrics[f"{prefix}/pass@{k}"] = float(np.mean([pass_at_k(len(row), sum(row), k) for row in correct]))
     return metrics
+
+
+def accuracy_over_rollouts(curves: Sequence[Mapping[int, float]], num_points: int = 11) -> np.ndarray:
+    """Accuracies of several runs at equal rollouts, to compare them by.
+
+    Args:
+        curves: accuracy by rollouts generated so far, at each evaluation of a run; the first at 0.
+        num_points: points of the common grid, from 0 to the smallest last evaluation.
+
+    Returns:
+        (runs + 1, num_points): the grid, then a row for each run, linear between its evaluations; never beyond one.
+    """
+    grid = np.linspace(0, min(max(curve) for curve in curves), num_points)
+    return np.array([grid, *(np.interp(grid, sorted(curve), [curve[x] for x in sorted(curve)]) for curve in curves)])

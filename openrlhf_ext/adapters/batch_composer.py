@@ -329,7 +329,10 @@ def _score(
 
 
 def _checked(rows: list[Experience]) -> list[Experience]:
-    broken = sum(not bool(torch.isfinite(row.action_log_probs[row.action_mask.bool()]).all()) for row in rows)
+    broken = 0
+    for row in rows:
+        mask = row.action_mask.numpy().astype(bool)  # PyTorch takes five times as long to index by a mask
+        broken += not np.isfinite(row.action_log_probs.float().numpy()[mask]).all()
     if broken:
         raise RuntimeError(
             f"the policy's log-probabilities are not finite in {broken} of {len(rows)} rollouts: training has "

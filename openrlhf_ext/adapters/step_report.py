@@ -93,11 +93,18 @@ def method_name(settings: Settings) -> str:
     estimator = settings.upstream.algo.advantage.estimator
     base = {"group_norm": "grpo", "gae": "ppo"}.get(estimator, estimator)
     ext = settings.ext
-    parts = [name for name, on in (("pilot_commit", ext.pilot), ("mopps", ext.mopps), ("popo", ext.fill)) if on]
-    if parts:
-        return "_".join(parts if base == "grpo" else [*parts, base])
+    parts = {
+        "pilot_commit": ext.pilot,
+        "mopps": ext.mopps,
+        "arpo": ext.success_replay,
+        "popo": ext.fill,
+        "aper": ext.replay,
+    }
+    names = [name for name, part in parts.items() if part is not None]
+    if names:
+        return "_".join(names if base == "grpo" else [*names, base])
     if ext.dapo is not None:
         return "dapo"
-    if settings.ext.groups is not None and settings.ext.groups.ineffective == "drop":
+    if ext.groups is not None and ext.groups.ineffective == "drop":
         return "grpo_filter"
     return base

@@ -1,6 +1,6 @@
 """``python -m openrlhf_ext.cli.show_run RUN_DIR``: what a finished run learned and what it spent, as a table.
 
-Reads ``summary.json`` and ``ledger.json`` of the run folder and nothing else.
+With several folders, their accuracies at equal rollouts, side by side; those runs may still be going on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, TypeVar, cast
+
+from openrlhf_ext.evaluation import accuracy_over_rollouts
+from openrlhf_ext.run_dir import read_metrics
 
 
 class Measured(TypedDict, total=False):
@@ -119,12 +122,28 @@ def render(run_dir: Path) -> str:
     return "\n\n".join("\n".join(part) for part in parts)
 
 
+def compare(run_dirs: Sequence[Path], num_points: int = 11) -> str:
+    """Accuracies of runs at equal rollouts, a line for each. Raises ValueError for a run without an evaluation."""
+    curves = []
+    for run_dir in run_dirs:
+        rows = read_metrics(run_dir, "eval")
+        curves.append({row["budget/rollouts_generated"]: row["eval/accuracy"] for row in rows})
+        if not curves[-1]:
+            raise ValueError(f"{run_dir / 'metrics.jsonl'}: no evaluation yet; is this the folder of a run?")
+    grid, *accuracies = accuracy_over_rollouts(curves, num_points)
+    width = max(len(str(run_dir)) for run_dir in run_dirs)
+    lines = [f"{'accuracy after rollouts':<{width}}{''.join(f'{round(x):>8,}' for x in grid)}    mean"]
+    for run_dir, row in zip(run_dirs, accuracies, strict=True):
+        lines.append(f"{str(run_dir):<{width}}{''.join(f'{x:8.3f}' for x in row)}{row.mean():8.3f}")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="show_run", description="What a finished run learned and what it spent.")
-    parser.add_argument("run_dir", type=Path, help="the folder that was given as --ext.run_dir")
+    parser.add_argument("run_dir", type=Path, nargs="+", help="the folder that was given as --ext.run_dir")
     args = parser.parse_args(argv)
     try:
-        print(render(args.run_dir))
+        print(render(args.run_dir[0]) if len(args.run_dir) == 1 else compare(args.run_dir))
     except ValueError as error:
         print(f"show_run: {error}", file=sys.stderr)
         return 1

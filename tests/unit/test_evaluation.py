@@ -3,7 +3,7 @@ import math
 import pytest
 from test_groups import make_group
 
-from openrlhf_ext.evaluation import accuracy_by_prompt, evaluate_groups, paired_gain, pass_at_k
+from openrlhf_ext.evaluation import accuracy_by_prompt, accuracy_over_rollouts, evaluate_groups, paired_gain, pass_at_k
 
 
 def test_pass_at_k_oracle():
@@ -49,3 +49,10 @@ def test_paired_gain_is_over_common_prompts_and_leaves_out_their_difficulty():
 def test_accuracy_by_prompt_counts_correct_rollouts():
     groups = [make_group([1, 0, 0, 0], prompt_id="a"), make_group([0.1] * 4, [0] * 4, prompt_id="b")]
     assert accuracy_by_prompt(groups, correct_at=1.0) == {"a": 0.25, "b": 0.0}
+
+
+def test_runs_are_compared_at_equal_rollouts_up_to_the_shortest() -> None:
+    # Grid 0, 50, 100. The second is half way from 0.4 to 0.8 at 50, and at 100 half way from 0.8 (100) to itself.
+    first, second = {0: 0.2, 100: 0.4}, {0: 0.4, 100: 0.8, 400: 0.9}
+    found = accuracy_over_rollouts([first, second], 3)
+    assert found.round(9).tolist() == [[0, 50, 100], [0.2, 0.3, 0.4], [0.4, 0.6, 0.8]]

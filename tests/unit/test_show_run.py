@@ -91,3 +91,21 @@ def test_unusable_run_is_one_clear_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_several_runs_are_compared_at_equal_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name, evaluations in (("a", {0: 0.2, 100: 0.4}), ("b", {0: 0.4, 200: 0.8})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(
+                json.dumps({"kind": "eval", "step": n, "budget/rollouts_generated": n, "eval/accuracy": x}) + "\n"
+                for n, x in evaluations.items()
+            )
+        )
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    _, first, second = rows(capsys.readouterr().out)
+    # At 0, 10, ... 100 rollouts: 0.2 to 0.4, and 0.4 to 0.6.
+    assert first.split()[1:] == [f"{0.2 + 0.02 * i:.3f}" for i in range(11)] + ["0.300"]
+    assert second.split()[1:] == [f"{0.4 + 0.02 * i:.3f}" for i in range(11)] + ["0.500"]
+    assert main([str(tmp_path / "a"), str(tmp_path)]) == 1
+    assert "no evaluation yet" in capsys.readouterr().err
