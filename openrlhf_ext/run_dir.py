@@ -47,7 +47,8 @@ class RunDirectory:
         """Trace what a step replays: (group id, prompt id, step of birth, rollouts) each."""
         names = ("group_id", "prompt_id", "born_step", "rollouts")
         groups = [dict(zip(names, birth, strict=True)) for birth in births]
-        self._append("replay.jsonl", [{"step": step, "origin": origin, "groups": groups}] if groups else [])
+        if groups:
+            self._append("replay.jsonl", [{"step": step, "origin": origin, "groups": groups}])
 
     def write_json(self, name: str, content: Mapping[str, object]) -> None:
         self._replace(name, json.dumps(_finite(content), indent=2) + "\n")

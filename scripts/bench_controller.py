@@ -207,8 +207,16 @@ def filling_step(
     with timed(step, "weigh"):
         stored = [rollout.payload for group in filled.replayed for rollout in group.rollouts]
         ages = [version - group.policy_version for group in filled.replayed for _ in group.rollouts]
-        mark_rows(rows[:num_fresh], rows[num_fresh:])
-        weigh_rows(rows[num_fresh:], stored, ages, config, correct_engine=False)
+        mark_rows(rows[:num_fresh], "fresh")
+        mark_rows(rows[num_fresh:], "replay")
+        weigh_rows(
+            rows[num_fresh:],
+            stored,
+            ages,
+            objective=config.objective,
+            weight_cap=config.weight_cap,
+            correct_engine=False,
+        )
     with timed(step, "push"):
         filling.store(to_store)
         filling.buffer.metrics(version + 1)

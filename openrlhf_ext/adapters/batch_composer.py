@@ -133,7 +133,12 @@ class BatchComposer:
         only_stored = [group for group in (*filled.replaced, *filled.dropped) if self._is_stored(group)]
         computed = [*filled.fresh, *only_stored]
         rows = self._make_rows(computed, filled.replayed)
-        scored = _score(computed, rows)
+        # With all parts off nothing reads them.
+        scored = _score(computed, rows) if self.holds_anything else []
+        for one, own in scored:
+            if one.group.group_id in births:
+                # On-policy by definition: mismatch correction must not weigh by how far the policy has moved since.
+                own[0].rollout_log_probs = own[0].action_log_probs if self._log_probs else None
         num_fresh, num_computed = _num_rollouts(filled.fresh), _num_rollouts(computed)
         batch = Batch(
             fresh=rows[:num_fresh],
@@ -174,9 +179,9 @@ class BatchComposer:
     def _fill(self, groups: Sequence[RolloutGroup[Experience]], version: int) -> FilledStep[Experience]:
         if self.filling is not None:
             return self.filling.fill(groups, version, share=self._throttle.share if self._throttle else 1.0)
-        if self._ext.groups is None or self._ext.groups.ineffective == "keep":
-            return FilledStep(fresh=list(groups))
-        # Most samplers have dropped these already; a group that success replay has mixed varies only now.
+        if self._groups.ineffective == "keep" or self._ext.dapo is not None:
+            return FilledStep(fresh=list(groups))  # DAPO has dropped groups by a metric of its own
+        # Other samplers have dropped these as well, except where success replay may still mix them.
         return FilledStep(
             fresh=[group for group in groups if self._is_informative(group)],
             dropped=[group for group in groups if not self._is_informative(group)],
@@ -191,9 +196,14 @@ class BatchComposer:
         ):
             self._ledger.assign(fate, _num_rollouts(groups) - sum(group.group_id in births for group in groups))
         self._ledger.assign("replaced_by_success", len(births))
-        for group in filled.fresh:
-            if group.group_id in births:
-                self._ledger.replayed(1, born=births[group.group_id] + 1, step=step)
+        old = [
+            (group.group_id, group.prompt.prompt_id, births[group.group_id] + 1, 1)
+            for group in filled.fresh
+            if group.group_id in births
+        ]
+        for _, _, born, count in old:
+            self._ledger.replayed(count, born=born, step=step)
+        self._run_dir.log_replayed(step, "success_replay", old)
         for group in filled.replayed:
             self._ledger.replayed(len(group.rollouts), born=group.policy_version + 1, step=step)
         self._run_dir.log_replayed(
@@ -242,7 +252,7 @@ class BatchComposer:
         drawn = composed.replayed
         samples = [restore_sample(one.prompt, one.rollout, log_probs=self._log_probs) for one in drawn]
         unify_info(samples)
-        rows = _checked(self._maker.make_frozen_rows(samples, [one.advantage * one.weight for one in drawn]))
+        rows = _checked(self._maker.make_frozen_rows(samples, drawn))
         batch.replayed = [*batch.replayed, *rows]
         unify_info(batch.rows)
         births = Counter((one.group_id, one.prompt.prompt_id, one.policy_version + 1) for one in drawn)

@@ -22,6 +22,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf_ext.batching import PAD, Plan, check_plan, plan_batches
 from openrlhf_ext.config import GroupsConfig
 from openrlhf_ext.groups import effective_mask
+from openrlhf_ext.rollout_segment import DrawnRollout
 
 
 class ExperienceMaker(RemoteExperienceMaker):
@@ -42,7 +43,7 @@ class ExperienceMaker(RemoteExperienceMaker):
         return rows  # type: ignore[return-value]
 
     @torch.no_grad()
-    def make_frozen_rows(self, samples: list[Experience], advantages: Sequence[float]) -> list[Experience]:
+    def make_frozen_rows(self, samples: list[Experience], drawn: Sequence[DrawnRollout]) -> list[Experience]:
         """Single rows whose advantages were computed long ago, with log-probabilities under the current policy.
 
         Upstream's advantages need whole groups, so these rows go past them.
@@ -50,10 +51,10 @@ class ExperienceMaker(RemoteExperienceMaker):
         rows: list[Experience | None] = [None] * len(samples)
         for batch in self.make_experience(self.split_rollout_samples(samples)):
             index = batch.index
-            frozen = torch.tensor([advantages[i] for i in index])
+            frozen = torch.tensor([drawn[i].advantage * drawn[i].weight for i in index])
             batch.advantages = frozen[:, None] * batch.action_mask
             batch.returns = batch.advantages.clone()
-            batch.info |= {"return": frozen, "group_reward_std": torch.zeros_like(frozen)}
+            batch.info |= {"return": frozen, "group_reward_std": torch.tensor([drawn[i].sigma for i in index])}
             batch.kl = None
             for i, row in zip(index, remove_padding_in_sequences(split_experience_batch(batch)), strict=True):
                 rows[i] = row

@@ -49,6 +49,7 @@ class Ledger(TypedDict):
 
     generated: int
     replayed: int
+    waiting: int
     fates: dict[str, int]
 
 
@@ -98,6 +99,7 @@ def spent_lines(summary: Summary, ledger: Ledger) -> list[str]:
         f"{summary['wall_s']:.0f}, of which start {summary['startup_s']:.0f}, steps {summary['train_wall_s']:.0f}"
     )
     phases = summary["step_seconds_median"]
+    places = [*ledger["fates"].items(), ("waiting", ledger["waiting"])]
     split = ", ".join(f"{name} {value:.2f}" for name, value in phases.items() if name != "step_total")
     return [
         f"train steps               {summary['steps']}",
@@ -105,7 +107,7 @@ def spent_lines(summary: Summary, ledger: Ledger) -> list[str]:
         f"seconds a step (median)   {phases.get('step_total', 0.0):.2f}: {split}",
         f"tokens generated          {summary['tokens_generated']:,}",
         f"rollouts generated        {generated:,}",
-        *(f"  {fate:<24}{count:,} ({count / generated:.1%})" for fate, count in ledger["fates"].items() if count),
+        *(f"  {fate:<24}{count:,} ({count / generated:.1%})" for fate, count in places if count),
         *([f"rollouts trained again    {ledger['replayed']:,}"] if ledger["replayed"] else []),
     ]
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from fakes import TinyPolicy, actor_group
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from recorded import OFF_POLICY, maker, mixed_rewards, recorded_samples, response
 
+from openrlhf_ext.adapters.batch_composer import Batch, BatchComposer
 from openrlhf_ext.adapters.replayed_rows import copy_sample, mark_rows, store_group, weigh_rows
-from openrlhf_ext.adapters.trainer import Trainer
-from openrlhf_ext.config import FillConfig
+from openrlhf_ext.config import ExtConfig, FillConfig, GroupsConfig, ReplayConfig
 from openrlhf_ext.group_buffer import StoredGroup
+from openrlhf_ext.ledger import RolloutLedger
+from openrlhf_ext.run_dir import RunDirectory
 from openrlhf_ext.types import Prompt, Rollout, RolloutGroup
 
 BEHAVIOR = 8
@@ -57,19 +62,25 @@ def birth(args, group: RolloutGroup, *, policy: int = BEHAVIOR, engine_gap: bool
 
 
 def step_rows(args, fresh: list, stored: list[StoredGroup], *, policy: int = OFF_POLICY, log_probs: bool = True):
-    """Rows of a train step, as the trainer makes them."""
-    controller = SimpleNamespace(
-        generator=SimpleNamespace(collects_log_probs=log_probs), experience_maker=maker_of(args, policy)
-    )
-    return Trainer._make_rows(controller, fresh, stored)
+    """Rows of a train step, as the composer makes them."""
+    composer = SimpleNamespace(_maker=maker_of(args, policy), _log_probs=log_probs)
+    return BatchComposer._make_rows(composer, fresh, stored)
 
 
 def weigh(rows: list[Experience], stored: list[StoredGroup], config: FillConfig, *, correct_engine: bool = False):
-    """Mark all rows, and weigh the last ones as those of ``stored``, all of age 1; the metrics."""
+    """Mark all rows, and weigh the last ones as those of ``stored``, filled in at age 1; the metrics."""
     payloads = [rollout.payload for group in stored for rollout in group.rollouts]
     fresh, replayed = rows[: len(rows) - len(payloads)], rows[len(rows) - len(payloads) :]
-    mark_rows(fresh, replayed)
-    return weigh_rows(replayed, payloads, [1] * len(payloads), config, correct_engine=correct_engine)
+    mark_rows(fresh, "fresh")
+    mark_rows(replayed, "replay")
+    return weigh_rows(
+        replayed,
+        payloads,
+        [1] * len(payloads),
+        objective=config.objective,
+        weight_cap=config.weight_cap,
+        correct_engine=correct_engine,
+    )
 
 
 def mixed_rows(args, num_fresh: int = 7) -> list[Experience]:
@@ -83,3 +94,68 @@ def mixed_rows(args, num_fresh: int = 7) -> list[Experience]:
     rows = rows[:num_fresh] + rows[8:]
     weigh(rows, stored, FillConfig())
     return rows
+
+
+# -- several steps of the composer --
+
+PATTERNS = {"M": (1.0, 0.0, 0.0, 0.0), "R": (1.0,) * 4, "W": (0.0,) * 4}
+"""Rewards of a group of 4: mixed, all right, all wrong. Mixed advantages are 0.75 / 0.5 = 1.5 and -0.25 / 0.5."""
+
+SMALL = tuple("--rollout.batch_size 4 --rollout.n_samples_per_prompt 4 --rollout.micro_batch_size 2".split())
+SMALL += tuple("--train.batch_size 16 --train.micro_batch_size 2 --algo.kl.init_coef 0".split())
+"""Flags of 4 groups of 4, micro-batches of 2, one optimizer step; one advantage for all tokens of a rollout."""
+
+
+class ComposedRun:
+    """Train steps of a composer on recorded rollouts. At version v the policy is ``TinyPolicy(policies[v])``.
+
+    Each step composes, stores, and closes the ledger, which has to balance.
+    """
+
+    def __init__(self, args, folder: Path, *, policies: Sequence[int] = range(100), log_probs: bool = True, **parts):
+        self.ext = ExtConfig(run_dir=str(folder), **parts)
+        self.maker = maker(args, ours=True, groups=self.ext.groups)
+        self.ledger, self.run_dir = RolloutLedger(), RunDirectory(str(folder))
+        self.composer = BatchComposer(args, self.ext, self.maker, self.ledger, self.run_dir, log_probs=log_probs)
+        self.version = 0
+        self.metrics: dict[str, float] = {}
+        self._policies, self._log_probs = policies, log_probs
+        self._use_policy()
+
+    def _use_policy(self) -> None:
+        self.maker.actor_model_group = actor_group(TinyPolicy(self._policies[self.version]))
+
+    def groups(self, patterns: str, prompts: str = "abcdefgh") -> list[RolloutGroup[Experience]]:
+        """A group for each letter of ``patterns``, born now, of prompts of one letter."""
+        samples = recorded_samples([PATTERNS[one] for one in patterns], seed=1000 + self.version)
+        for sample in samples if not self._log_probs else []:
+            sample.rollout_log_probs = None
+        born = [
+            group_of(samples[4 * i : 4 * i + 4], f"{self.version}-{i}", self.version) for i in range(len(patterns))
+        ]
+        named = zip(born, prompts, strict=False)
+        return [replace(group, prompt=Prompt(prompt, "2 3 = 5", "5")) for group, prompt in named]
+
+    def step(self, groups: Sequence[RolloutGroup[Experience]]) -> Batch:
+        """One train step; the policy moves after it."""
+        self.ledger.generated(sum(len(group.rollouts) for group in groups), tokens=0)
+        batch = self.composer.compose(groups, version=self.version, step=self.version + 1)
+        self.version += 1
+        self.metrics = batch.metrics | self.composer.store(batch, version=self.version) | self.ledger.close_step()
+        self._use_policy()
+        return batch
+
+    def steps(self, *patterns: str) -> list[Batch]:
+        return [self.step(self.groups(one)) for one in patterns]
+
+
+def rows_of_three_origins(args, folder: Path) -> list[Experience]:
+    """8 fresh rows, 8 of groups that fill slots, 4 drawn by themselves; only old ones have an extra log."""
+    run = ComposedRun(
+        args, folder, groups=GroupsConfig(), fill=FillConfig(capacity=8), replay=ReplayConfig(warmup_steps=0)
+    )
+    first = run.groups("MMMM")
+    for rollout in first[0].rollouts:
+        rollout.payload.info["format"] = torch.tensor([1.0])
+    run.step(first)
+    return run.step(run.groups("MMWR")).rows

@@ -24,9 +24,10 @@ from replayed import BEHAVIOR, birth, group_of, groups_of, maker_of, mixed_rows,
 from test_parity import assert_equal
 
 from openrlhf_ext.adapters.actors import _add_metrics, _reduce
+from openrlhf_ext.adapters.batch_composer import Batch, BatchComposer
 from openrlhf_ext.adapters.generation import unify_info
 from openrlhf_ext.adapters.measured_loss import MeasuredLoss, ratios
-from openrlhf_ext.adapters.replayed_rows import REPLAYED, copy_sample, restore_samples, store_group
+from openrlhf_ext.adapters.replayed_rows import ORIGIN, ORIGINS, copy_sample, restore_samples, store_group
 from openrlhf_ext.adapters.trainer import Trainer
 from openrlhf_ext.config import FillConfig
 from openrlhf_ext.ledger import RolloutLedger
@@ -58,8 +59,8 @@ def test_under_unchanged_weights_a_restored_group_is_what_it_was_at_birth_at_eve
             assert_equal(replace(row, rollout_log_probs=old.rollout_log_probs), old)
         metrics = weigh(rows, [stored], FillConfig())
         assert all(torch.equal(row.advantages, old.advantages) for row, old in zip(rows, born, strict=True))
-        assert metrics["replay/weight_mean"] == metrics["replay/effective_sample_frac"] == 1.0
-        assert metrics["replay/behavior_kl"] == 0.0
+        assert metrics["weight_mean"] == metrics["effective_sample_frac"] == 1.0
+        assert metrics["behavior_kl"] == 0.0
     shaped = [float(old.rewards) != rollout.reward for old, rollout in zip(born, group.rollouts, strict=True)]
     assert any(shaped) == ("--reward.overlong_buffer_len" in flags)
 
@@ -132,11 +133,11 @@ def test_all_rows_have_engine_log_probabilities_or_none_has(log_probs: bool) -> 
 def test_c18_all_rows_have_the_same_info_whatever_the_verifier_said_of_each() -> None:
     args = upstream_args()
     rows = mixed_rows(args)
-    assert len({tuple(row.info) for row in rows}) == 1 and REPLAYED in rows[0].info
+    assert len({tuple(row.info) for row in rows}) == 1 and ORIGIN in rows[0].info
     status = train(policy_actor(args), rows, args)
     # 7 fresh rows without "format", 8 replayed with their reward as it.
     expected = sum(float(row.rewards) for row in rows[7:]) / 15
-    assert (status["format"], status[REPLAYED]) == pytest.approx((expected, 8 / 15))
+    assert status["format"] == pytest.approx(expected)
 
 
 # -- the weights --
@@ -150,7 +151,7 @@ def test_replayed_rows_get_their_weight_and_center_and_fresh_rows_stay_bit_for_b
     plain = copies(rows)
     metrics = weigh(rows, [stored], FillConfig(objective=objective, weight_cap=2.0))
     for row, old in zip(rows[:8], plain[:8], strict=True):
-        assert row.info.pop(REPLAYED) == 0
+        assert row.info.pop(ORIGIN) == ORIGINS.index("fresh")
         assert_equal(row, old)
     weights, kls = [], []
     for row, old, behavior in zip(rows[8:], plain[8:], (row.action_log_probs for row in born), strict=True):
@@ -159,12 +160,12 @@ def test_replayed_rows_get_their_weight_and_center_and_fresh_rows_stay_bit_for_b
         weight = gap.exp().clamp(max=2.0) if objective == "decoupled" else torch.ones_like(gap)
         center = behavior if objective == "behavior_clip" else old.action_log_probs
         torch.testing.assert_close(row.advantages[on], old.advantages[on] * weight)
-        assert torch.equal(row.action_log_probs[on], center[on]) and row.info[REPLAYED] == 1
+        assert torch.equal(row.action_log_probs[on], center[on]) and row.info[ORIGIN] == ORIGINS.index("replay")
         weights.append(weight)
         kls.append(torch.expm1(gap) - gap)
-    assert metrics["replay/weight_mean"] == pytest.approx(torch.cat(weights).mean().item(), rel=1e-5)
-    assert metrics["replay/behavior_kl_age_01"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-4)
-    assert (metrics["replay/weight_max"] == pytest.approx(2.0)) == (objective == "decoupled")
+    assert metrics["weight_mean"] == pytest.approx(torch.cat(weights).mean().item(), rel=1e-5)
+    assert metrics["behavior_kl_age_01"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-4)
+    assert (metrics["weight_max"] == pytest.approx(2.0)) == (objective == "decoupled")
 
 
 @pytest.mark.parametrize("objective", ["decoupled", "on_policy", "behavior_clip"])
@@ -188,7 +189,7 @@ def test_the_divergence_of_stored_groups_is_zero_under_their_own_policy_and_grow
     near, near_rows = birth(args, one_group(), policy=OFF_POLICY)
     far, far_rows = birth(args, one_group(seed=2), policy=BEHAVIOR)
     current = maker_of(args, OFF_POLICY)
-    found = Trainer._divergence(SimpleNamespace(experience_maker=current), [far, near])
+    found = BatchComposer._divergence(SimpleNamespace(_maker=current), [far, near])
     gaps = []
     for row, old in zip(step_rows(args, [], [far]), far_rows, strict=True):
         gaps.append((row.action_log_probs - old.action_log_probs)[row.action_mask.bool()].double())
@@ -243,7 +244,7 @@ def test_off_or_on_fresh_rows_alone_train_the_same_bits_and_only_on_is_measured(
         "fresh/token_frac": 1.0,
         "fresh/ratio_clipped_frac": pytest.approx(clip_frac(on, rows)),
     }
-    assert set(measured) - set(status) == {REPLAYED}
+    assert set(measured) == set(status)
 
 
 def clip_frac(actor, rows: list[Experience]) -> float:
@@ -259,21 +260,15 @@ def clip_frac(actor, rows: list[Experience]) -> float:
     return clipped / tokens
 
 
-def test_with_filling_off_a_step_trains_what_was_sampled() -> None:
-    groups = groups_of(recorded_samples(mixed_rewards(2)))
-    filled = Trainer._fill(SimpleNamespace(filling=None), SampledStep(kept=groups), 1)
-    assert filled.fresh is groups and not (filled.replayed or filled.replaced or filled.dropped)
-
-
 def test_clipped_tokens_are_counted_by_origin_and_add_up_over_uneven_micro_batches() -> None:
     loss, totals = MeasuredLoss(PolicyLoss(0.2, 0.2)), {}
     ratio = torch.tensor([[1.5, 1.5, 0.5], [1.0, 0.5, 1.5], [1.5, 0.5, 0.5], [1.5, 1.5, 1.5]])
     advantages = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).expand(4, 3)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
-    replayed = torch.tensor([0.0, 1.0, 0.0, 1.0])
-    # Fresh: row 0 has 2 of 3 clipped, row 2 has 1 of 1: 3 of 4. Replayed: row 1 has 1 of 2; row 3 is padding.
+    origins = torch.tensor([ORIGINS.index(name) for name in ("fresh", "replay", "rollout_replay", "replay")])
+    # Fresh: row 0 has 2 of 3 clipped. Filled in: row 1 has 1 of 2; row 3 is padding. Drawn: row 2 has 1 of 1.
     for rows in (slice(0, 2), slice(2, 3), slice(3, 4)):
-        loss.watch(replayed[rows])
+        loss.watch(origins[rows])
         value, *_ = loss(ratio[rows].log(), torch.zeros(1, 3), advantages[rows], mask[rows], batch_num_tokens=6.0)
         plain = PolicyLoss(0.2, 0.2)(
             ratio[rows].log(), torch.zeros(1, 3), advantages[rows], action_mask=mask[rows], batch_num_tokens=6.0
@@ -284,10 +279,12 @@ def test_clipped_tokens_are_counted_by_origin_and_add_up_over_uneven_micro_batch
         status = {"metrics": shares, "weights": dict.fromkeys(shares, "token")}
         _add_metrics(totals, {}, {**status, "num_samples": 1.0, "num_action_tokens": tokens})
     assert ratios(_reduce(totals)) == {
-        "fresh/token_frac": pytest.approx(4 / 6),
-        "fresh/ratio_clipped_frac": pytest.approx(3 / 4),
+        "fresh/token_frac": pytest.approx(3 / 6),
+        "fresh/ratio_clipped_frac": pytest.approx(2 / 3),
         "replay/token_frac": pytest.approx(2 / 6),
         "replay/ratio_clipped_frac": pytest.approx(1 / 2),
+        "rollout_replay/token_frac": pytest.approx(1 / 6),
+        "rollout_replay/ratio_clipped_frac": pytest.approx(1.0),
     }
     loss(ratio.log(), torch.zeros(4, 3), advantages, mask)
     assert loss.take() == {}  # not watched
@@ -303,14 +300,13 @@ def test_a_step_without_training_counts_in_ages_and_steps_of_birth() -> None:
 
     controller = SimpleNamespace(
         sampler=SimpleNamespace(sample_step=SampledStep),
-        filling=None,
+        composer=SimpleNamespace(compose=lambda groups, **options: Batch(), store=lambda batch, **options: {}),
         generator=SimpleNamespace(policy_version=6, take_metrics=dict),
         ext=SimpleNamespace(groups=None),
         source=Nothing(),
         prompt_pool=SimpleNamespace(epoch=0, metrics=dict),
         ledger=RolloutLedger(),
         reporter=Nothing(),
-        _fill=lambda sampled, step: Trainer._fill(controller, sampled, step),
         _skip=lambda sampled: {},
     )
     Trainer._step(controller, 7)

@@ -12,9 +12,10 @@ import torch
 import transformers
 from fakes import policy_actor
 from recorded import rows_for, token_mean_gradient, upstream_args
-from replayed import mixed_rows
+from replayed import SMALL, mixed_rows, rows_of_three_origins
 
 from openrlhf_ext.adapters.actors import TrainStepSchedule, _add_metrics, _reduce
+from openrlhf_ext.adapters.replayed_rows import ORIGINS
 
 pytestmark = pytest.mark.contract
 
@@ -176,3 +177,24 @@ def test_on_two_ranks_fresh_and_replayed_rows_train_as_one_mean_over_all(
         torch.testing.assert_close(found["replay"]["gradients"], [expected] * 2, atol=1e-6, rtol=0)
         assert found["replay"]["status"] == two_ranks[0]["replay"]["status"]
         assert found["replay"]["status"]["replay_token_frac"] == pytest.approx(sum(tokens[7:]) / sum(tokens))
+
+
+def test_on_two_ranks_rows_of_three_origins_train_as_one_mean_over_all_with_the_same_metrics(
+    two_ranks: list[dict], local_ray: None, tmp_path: Path
+) -> None:
+    # 8 fresh, 8 filled in, 4 drawn: the first rank trains 10 of the first two kinds, the second of the last two.
+    args = upstream_args("group_norm", *SMALL)
+    rows = rows_of_three_origins(args, tmp_path)
+    expected = token_mean_gradient(policy_actor(args), rows, args)
+    tokens = [sum(int(row.action_mask.sum()) for row in part) for part in (rows[:8], rows[8:16], rows[16:])]
+    assert len(rows) == 20 and expected.abs().max() > 1e-3
+    for found in two_ranks:
+        status = found["three_origins"]["status"]
+        torch.testing.assert_close(found["three_origins"]["gradients"], [expected] * 2, atol=1e-6, rtol=0)
+        assert list(status) == list(two_ranks[0]["three_origins"]["status"])
+        assert status == two_ranks[0]["three_origins"]["status"]
+        shares = [status[f"{origin}_token_frac"] for origin in ORIGINS]
+        assert shares == pytest.approx([count / sum(tokens) for count in tokens])
+        assert (
+            status["format"] == pytest.approx(sum(float(row.info["format"]) for row in rows) / 20) and status["format"]
+        )

@@ -30,7 +30,7 @@ from recorded import (  # noqa: E402
     train_upstream,
     upstream_args,
 )
-from replayed import mixed_rows  # noqa: E402
+from replayed import SMALL, mixed_rows, rows_of_three_origins  # noqa: E402
 from torch.multiprocessing import start_processes  # noqa: E402
 
 from openrlhf_ext.adapters.actors import _reduce  # noqa: E402
@@ -82,6 +82,9 @@ def run_rank(rank: int, folder: Path) -> None:
         found[num_rows] = trained(args, lambda actor, rows: train(actor, rows, args), rows_for(args)[:num_rows])
     found["mixed_info"] = mixed_info(args)
     found["replay"] = trained(args, lambda actor, rows: train(actor, rows, args), mixed_rows(args))
+    small = upstream_args("group_norm", *SMALL)
+    rows = rows_of_three_origins(small, folder / f"run{rank}")
+    found["three_origins"] = trained(small, lambda actor, rows: train(actor, rows, small), rows)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -59,6 +59,17 @@ def test_windows_are_never_smaller_than_configured_once_there_is_one():
     assert [num_windows(n, 128) for n in (1, 127, 128, 255, 256)] == [1, 1, 1, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "max_windows", "windows"),
+    # 128 rows a window. 300 rows would make 2: a cap of 1 puts all into one; 513 make 4, a cap of 3 shares 171 each.
+    [(192, 1, [192]), (300, 1, [300]), (300, 2, [150, 150]), (300, 9, [150, 150]), (513, 3, [171] * 3), (5, 1, [5])],
+)
+def test_rows_beyond_the_planned_windows_make_them_larger_not_more(num_rows, max_windows, windows):
+    plan = plan_batches([1] * num_rows, num_ranks=2, rows_per_window=128, max_windows=max_windows, micro_batch_size=8)
+    check_plan(plan, num_rows)
+    assert [sum(len(b) for rank in plan for b in rank[w] if b != [PAD]) for w in range(len(plan[0]))] == windows
+
+
 def test_the_same_seed_gives_the_same_plan_and_another_seed_another():
     def plan(seed):
         return plan_batches(

@@ -268,6 +268,8 @@ def test_dumped_values_are_read_back_as_they_were(tmp_path: Path) -> None:
         ({"min_age": 0}, "--ext.fill.min_age must be at least 1, got 0; a group can be used from the next step on"),
         ({"min_age": 3, "max_age": 2}, "--ext.fill.max_age must be at least 3, got 2; it cannot be below"),
         ({"max_uses": 0}, "--ext.fill.max_uses must be at least 1, got 0; null means no limit"),
+        ({"max_frac": 0}, "--ext.fill.max_frac must be above 0 and at most 1, got 0; 1 is no cap"),
+        ({"max_frac": math.nan}, "--ext.fill.max_frac must be above 0 and at most 1, got nan"),
         ({"weight_cap": 0.5}, "--ext.fill.weight_cap must be at least 1, got 0.5; below 1 even an unchanged policy"),
         ({"weight_cap": math.nan}, "--ext.fill.weight_cap must be at least 1, got nan"),
         ({"objective": "is"}, "--ext.fill.objective must be one of decoupled, on_policy, behavior_clip, got 'is'"),

@@ -95,6 +95,22 @@ def test_a_prompt_whose_request_failed_leaves_a_slot_too() -> None:
     assert parts(one.fill(BATCH[:2], 5)) == ("b", "zyx", "a", "")
 
 
+@pytest.mark.parametrize(
+    ("max_frac", "share", "num_filled"),
+    # Three of four slots are without an informative group: at most max_frac of the four, then the share of those.
+    [(1.0, 1.0, 3), (0.5, 1.0, 2), (0.25, 1.0, 1), (0.2, 1.0, 0), (1.0, 0.34, 1), (1.0, 0.1, 0), (0.5, 0.6, 1)],
+)
+def test_no_more_slots_are_filled_than_the_cap_and_the_throttle_allow(max_frac, share, num_filled) -> None:
+    one = filling(FillConfig(max_frac=max_frac))
+    one.store([stored_group(p, 4, group_id=p) for p in "xyzw"])
+    assert parts(one.fill(BATCH, 5, share=share)) == (
+        "b" + "acd"[num_filled:],
+        "zyx"[:num_filled],
+        "acd"[:num_filled],
+        "",
+    )
+
+
 def test_a_batch_of_informative_groups_is_left_alone() -> None:
     one = filling(FillConfig(choose="kl"))
     one.store([stored_group("x", 4)])

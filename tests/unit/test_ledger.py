@@ -90,6 +90,15 @@ def test_replayed_rollouts_are_counted_beside_the_generated_ones_and_have_no_sec
     assert again.close_step()["step/num_replayed"] == 0
 
 
+def test_a_fate_changes_within_its_step_and_the_total_stays():
+    ledger = RolloutLedger()
+    ledger.generated(8, tokens=80)
+    ledger.assign("trained_fresh", 8)
+    ledger.reassign("trained_fresh", "pool_not_drawn", 3)
+    metrics = ledger.close_step()
+    assert (metrics["step/num_trained_fresh"], metrics["step/num_pool_not_drawn"]) == (5, 3)
+
+
 @pytest.mark.parametrize("born", [0, 5, 6])
 def test_a_rollout_is_replayed_only_after_the_step_that_generated_it(born):
     with pytest.raises(RuntimeError, match=f"step 5 replays rollouts of step {born}, which does not lie before it"):

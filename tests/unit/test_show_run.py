@@ -27,7 +27,8 @@ SUMMARY = {
 LEDGER = {
     "generated": 4000,
     "replayed": 12,
-    "fates": {"trained_fresh": 3000, "filtered_zero_variance": 1000, "surplus": 0},
+    "waiting": 40,
+    "fates": {"trained_fresh": 3000, "filtered_zero_variance": 960, "surplus": 0},
 }
 
 
@@ -56,7 +57,8 @@ def test_table_shows_learning_cost_and_where_rollouts_went(tmp_path: Path, capsy
         "tokens generated 56,789",
         "rollouts generated 4,000",
         "trained_fresh 3,000 (75.0%)",  # 3000 / 4000
-        "filtered_zero_variance 1,000 (25.0%)",
+        "filtered_zero_variance 960 (24.0%)",
+        "waiting 40 (1.0%)",
         "rollouts trained again 12",
         "",
         f"in {tmp_path}:",

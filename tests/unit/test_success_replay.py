@@ -33,7 +33,7 @@ def test_a_failed_group_gets_an_old_success_in_its_first_place() -> None:
     failed = fresh("a")
     mixed = one.mix([fresh("b"), failed])
     assert mixed.groups[0].rewards() == [0, 0, 0]  # nothing is stored of b
-    assert mixed.groups[1].rewards() == [1, 0, 0] and mixed.births == [3]
+    assert mixed.groups[1].rewards() == [1, 0, 0] and mixed.births == {"g-a": 3}
     assert [r.payload for r in mixed.groups[1].rollouts] == ["a: old success", "new", "new"]
     assert (mixed.groups[1].group_id, mixed.groups[1].policy_version) == ("g-a", 5)
     assert failed.rewards() == [0, 0, 0]
@@ -57,9 +57,9 @@ def test_failure_is_judged_by_accuracy_not_by_a_reward_for_the_format() -> None:
 def test_the_successes_of_a_step_help_from_the_next_step_on() -> None:
     # The prompt is twice in one step, once failed: mix comes before store.
     one = success_replay()
-    assert one.mix([fresh("a"), fresh("a", (0, 1))]).births == []
+    assert one.mix([fresh("a"), fresh("a", (0, 1))]).births == {}
     one.store([stored_group("a", 5, (0, 1))])
-    assert one.mix([fresh("a")]).births == [5]
+    assert one.mix([fresh("a")]).births == {"g-a": 5}
 
 
 def test_only_successes_are_stored_and_of_each_prompt_the_newest() -> None:
@@ -68,15 +68,15 @@ def test_only_successes_are_stored_and_of_each_prompt_the_newest() -> None:
         one.store([stored_group("a", version, (0, 1))])
     one.store([stored_group("b", 7, (1, 0, 0)), stored_group("c", 7, (0, 0))])
     assert len(one) == 3 and one.metrics()["success_replay/num_prompts"] == 2
-    assert {birth for _ in range(50) for birth in one.mix([fresh("a")]).births} == {1, 2}
-    assert one.mix([fresh("c")]).births == []
+    assert {one.mix([fresh("a")]).births["g-a"] for _ in range(50)} == {1, 2}
+    assert one.mix([fresh("c")]).births == {}
 
 
 def test_any_of_the_stored_successes_is_drawn_alike() -> None:
     one = success_replay()
     one.store([stored_group("a", version, (0, 1)) for version in range(8)])
     number = 4000
-    found = Counter(one.mix([fresh("a")] * number).births)
+    found = Counter(one.mix([fresh("a")]).births["g-a"] for _ in range(number))
     # Chi-square of 8 classes: mean 7, variance 14; 7 + 5 sqrt(14) = 25.7 is exceeded by chance once in 1700 seeds.
     assert len(found) == 8 and sum((count - 500) ** 2 / 500 for count in found.values()) < 25.7
 
@@ -92,4 +92,4 @@ def test_beyond_the_memory_limit_the_oldest_of_all_go() -> None:
         "success_replay/num_prompts": 3,
         "success_replay/num_bytes": 3 * size,
     }
-    assert [one.mix([fresh(prompt_id)]).births for prompt_id in "abcd"] == [[2], [], [3], [4]]
+    assert one.mix([fresh(prompt_id) for prompt_id in "abcd"]).births == {"g-a": 2, "g-c": 3, "g-d": 4}
