@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -93,3 +93,38 @@ def _status(process: psutil.Process) -> str:
         return process.status()
     except psutil.NoSuchProcess:
         return psutil.STATUS_ZOMBIE
+
+
+def train_variants(folder: Path, task: Path, flags: Mapping[str, Sequence[str]], *common: str) -> Path:
+    """Train several configurations on the same real parts (variants.py), each in a folder of its name.
+
+    Args:
+        task: the ``countdown`` fixture.
+        flags: of each configuration by itself.
+        common: flags for all.
+    """
+    arguments = [
+        *("--actor.model_name_or_path", str(task / "model")),
+        *("--data.prompt_dataset", str(task / "train.jsonl"), "--eval.dataset", str(task / "eval.jsonl")),
+        *("--eval.n_samples_per_prompt", "1", "--ext.eval.pass_at", "1", "--ext.eval.at_start", "false"),
+        *("--ext.log.samples_per_step", "128", "--vllm.enable_prefix_caching"),
+        *("--train.micro_batch_size", "32", "--rollout.micro_batch_size", "32", "--actor.adam.lr", "3e-5"),
+        *common,
+    ]
+    for name, own in flags.items():
+        arguments += ["--", name, *own]
+        if "aper" in name or "combined" in name:
+            arguments += ["--ext.replay.warmup_steps", "1"]
+    # To a file: a pipe that nobody reads would block once it is full.
+    with open(folder / "output.txt", "wb") as output:
+        code = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("variants.py")), str(folder), *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=900,
+        ).returncode
+    assert code == 0, (folder / "output.txt").read_text(errors="replace")[-4000:]
+    return folder

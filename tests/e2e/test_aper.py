@@ -1,42 +1,55 @@
-"""Rollout replay over two actors, alone and together with pilots and filling; more is in test_variants.py."""
+"""Rollout replay, its naive baselines, and all methods together, over two actors; one actor is in test_variants.py."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-from command import Command
+import pytest
+from command import train_variants
 from laws import check_pilots, check_rollout_replay
 
 GENERATED = 128
+CONFIGS = ("aper", "aper_uniform_pool", "aper_sigma_pool", "combined")
 
 
-def test_aper_and_combined_on_two_actors(start: Callable[..., Command], tmp_path: Path) -> None:
-    flags = (
-        *("--ext.max_steps", "6", "--ext.eval.at_start", "false", "--ext.log.samples_per_step", str(GENERATED)),
-        *("--ext.replay.warmup_steps", "2", "--actor.num_gpus_per_node", "2"),
-        *("--train.micro_batch_size", "32", "--rollout.micro_batch_size", "32"),
-    )
-    runs = {name: start(name, tmp_path / name, *flags) for name in ("aper", "combined")}
-    for name, command in runs.items():
-        assert command.wait(400) == 0, f"{name}: {command.output[-4000:]}"
-        assert command.alive() == []
-    methods = [json.loads((run.run_dir / "summary.json").read_text())["method"] for run in runs.values()]
-    assert methods == ["aper", "pilot_commit_popo_aper"]
+@pytest.fixture(scope="module")
+def trained(countdown: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a run of each configuration."""
+    folder = tmp_path_factory.mktemp("two_actors")
+    flags = ("--ext.max_steps", "6", "--actor.num_gpus_per_node", "2")
+    return train_variants(folder, countdown, dict.fromkeys(CONFIGS, ()), *flags)
 
+
+def test_aper_adds_a_draw_to_every_fresh_informative_rollout(trained: Path) -> None:
+    rows = check_rollout_replay(trained / "aper", max_age=10)
     stored = 0
-    for row in check_rollout_replay(runs["aper"].run_dir, max_age=10):
+    for row in rows:
         fresh = row["step/num_trained_fresh"]
-        # All fresh informative rollouts, and half as many old ones beside them; one optimizer step.
         assert row["step/rollouts_generated"] == GENERATED == fresh + row["step/num_filtered_zero_variance"]
-        assert row["rollout_replay/num_drawn"] == (0 if row["step"] <= 2 else min(round(fresh / 2), stored))
+        assert row["rollout_replay/num_drawn"] == (0 if row["step"] == 1 else min(round(fresh / 2), stored))
         assert row["train/num_rows"] == fresh + row["rollout_replay/num_drawn"] == row["step/num_gradient_rollouts"]
+        # An uneven number of rows over two actors, and still one optimizer step.
         assert row["train/num_optimizer_steps"] == 1 and row["groups/effective_frac_trained"] == 1.0
         stored += fresh
         assert row["rollout_buffer/num_rollouts"] == stored
-    assert row["rollout_replay/behavior_kl"] > 0
+    assert rows[-1]["rollout_replay/behavior_kl"] > 0
+    assert json.loads((trained / "aper" / "summary.json").read_text())["method"] == "aper"
 
-    check_rollout_replay(runs["combined"].run_dir, max_age=10)
-    rows = check_pilots(runs["combined"].run_dir, max_rounds=1)
+
+@pytest.mark.parametrize("name", ["aper_uniform_pool", "aper_sigma_pool"])
+def test_a_naive_baseline_trains_as_many_rows_as_aper_would(trained: Path, name: str) -> None:
+    stored = 0
+    for row in check_rollout_replay(trained / name, max_age=10):
+        informative = GENERATED - row["step/num_filtered_zero_variance"]
+        wanted = informative if row["step"] == 1 else 8 * round(1.5 * informative / 8)
+        assert row["train/num_rows"] == min(wanted, informative + stored)
+        assert row["step/num_trained_fresh"] == informative - row["step/num_pool_not_drawn"]
+        stored = row["rollout_buffer/num_rollouts"]
+
+
+def test_all_methods_together(trained: Path) -> None:
+    check_rollout_replay(trained / "combined", max_age=10)
+    rows = check_pilots(trained / "combined", max_rounds=1)
     assert sum(row["replay/num_rows"] for row in rows) > 0 and sum(row["rollout_replay/num_rows"] for row in rows) > 0
+    assert json.loads((trained / "combined" / "summary.json").read_text())["method"] == "pilot_commit_popo_aper"

@@ -1,22 +1,19 @@
-"""Every configuration of a method or ablation trains three real steps, on one engine and one actor (variants.py)."""
+"""Every configuration of a method or ablation trains three or more real steps, on one engine and one actor."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import ROOT
+from command import ROOT, train_variants
 from laws import check_filling, check_pilots, check_rollout_replay
 
 from openrlhf_ext.run_dir import read_metrics
 
 # What other tests of this folder train with more to show is left out here.
-ELSEWHERE = {"grpo", "dapo", "grpo_filter", "popo", "popo_kl", "popo_ppo", "pilot_commit", "combined"}
+ELSEWHERE = {"grpo", "dapo", "grpo_filter", "popo", "popo_kl", "popo_ppo", "pilot_commit"}
 CONFIGS = sorted(path.stem for path in (ROOT / "configs/cpu").glob("*.yaml") if path.stem not in ELSEWHERE)
 FLAGS = {
     "popo_stale": ("--ext.fill.min_age", "2"),  # old enough within three steps
@@ -31,39 +28,14 @@ GENERATED = 128
 
 @pytest.fixture(scope="module")
 def trained(countdown: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a run of every configuration."""
+    """Folder with a run of every configuration, on one actor."""
     folder = tmp_path_factory.mktemp("variants")
     # 16 prompts, so that ARPO meets a prompt again in every step.
     few = folder / "few.jsonl"
     few.write_text("".join((countdown / "train.jsonl").read_text().splitlines(keepends=True)[:16]))
-    common = (
-        *("--actor.model_name_or_path", str(countdown / "model")),
-        *("--data.prompt_dataset", str(countdown / "train.jsonl"), "--eval.dataset", str(countdown / "eval.jsonl")),
-        *("--eval.n_samples_per_prompt", "1", "--ext.eval.pass_at", "1", "--ext.eval.at_start", "false"),
-        *("--ext.max_steps", "3", "--ext.log.samples_per_step", str(GENERATED), "--vllm.enable_prefix_caching"),
-        *("--train.micro_batch_size", "32", "--actor.adam.lr", "3e-5"),
-    )
-    parts = []
-    for name in CONFIGS:
-        flags = FLAGS.get(name, ())
-        if name.startswith(("aper", "pilot_commit_aper", "combined")):
-            flags = ("--ext.replay.warmup_steps", "1", *flags)
-        if name == "arpo":
-            flags = ("--data.prompt_dataset", str(few), *flags)
-        parts += ["--", name, *flags]
-    # To a file: a pipe that nobody reads would block once it is full.
-    with open(folder / "output.txt", "wb") as output:
-        code = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("variants.py")), str(folder), *common, *parts],
-            cwd=ROOT,
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=900,
-        ).returncode
-    assert code == 0, (folder / "output.txt").read_text(errors="replace")[-4000:]
-    return folder
+    flags = {name: FLAGS.get(name, ()) for name in CONFIGS}
+    flags["arpo"] = ("--data.prompt_dataset", str(few), *flags["arpo"])
+    return train_variants(folder, countdown, flags, "--ext.max_steps", "3")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
