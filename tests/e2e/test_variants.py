@@ -18,6 +18,8 @@ CONFIGS = sorted(path.stem for path in (ROOT / "configs/cpu").glob("*.yaml") if 
 FLAGS = {
     "popo_stale": ("--ext.fill.min_age", "2"),  # old enough within three steps
     "combined_capped": ("--ext.throttle.max_row_frac", "0.2"),
+    # What filling takes from its buffer is not drawn again, so both need some steps' groups.
+    "combined": ("--ext.max_steps", "6"),
     "arpo": ("--ext.max_steps", "10"),
     # Too few pilots to fill a batch, so that filling has something to do.
     "pilot_commit_popo": ("--ext.pilot.prompts_per_round", "24", "--ext.max_steps", "5"),

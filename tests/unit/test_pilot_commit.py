@@ -429,6 +429,7 @@ def test_metrics_tell_the_stages_and_their_success_apart():
     assert step.metrics == {
         "pilot/num_pilot_rollouts": 12 * 4,
         "pilot/num_commit_rollouts": 2 * 8,
+        "pilot/num_committed_groups": 2,
         "pilot/num_survivors_waiting": passed - 2,
         "pilot/commit_frac": passed / 12,
         "pilot/too_hard_frac": (12 - passed) / 12,
