@@ -160,15 +160,18 @@ def _divisor(total: int, near: int) -> int:
 
 def _check_groups(args: SimpleNamespace, ext: ExtConfig) -> None:
     if args.algo.dynamic_filtering_enable:
-        for flag, on in (
-            ("--ext.dapo", ext.dapo is not None),
-            ("--ext.pilot", ext.pilot is not None),
-            ("--ext.groups.ineffective drop", ext.groups is not None and ext.groups.ineffective == "drop"),
+        drops = ext.groups is not None and ext.groups.ineffective == "drop"
+        for flag, on, what in (
+            ("--ext.dapo", ext.dapo is not None, "filter groups"),
+            ("--ext.pilot", ext.pilot is not None, "filter groups"),
+            ("--ext.fill", ext.fill is not None, "handle zero-variance groups"),
+            ("--ext.replay", ext.replay is not None, "handle zero-variance groups"),
+            ("--ext.success_replay", ext.success_replay is not None, "handle zero-variance groups"),
+            ("--ext.groups.ineffective drop", drops, "filter groups"),
         ):
             if on:
                 raise ValueError(
-                    f"{flag} and --algo.dynamic_filtering_enable both filter groups; remove "
-                    "--algo.dynamic_filtering_enable"
+                    f"{flag} and --algo.dynamic_filtering_enable both {what}; remove --algo.dynamic_filtering_enable"
                 )
     if args.rollout.n_samples_per_prompt > 1:
         return
@@ -195,11 +198,6 @@ def _check_fill(args: SimpleNamespace, ext: ExtConfig) -> None:
     estimator, fits = args.algo.advantage.estimator, ("group_norm", "rloo", "dr_grpo", "gae")
     if ext.groups is None:
         raise ValueError("--ext.fill needs --ext.groups, which says what an informative group is; add groups: {}")
-    if args.algo.dynamic_filtering_enable:
-        raise ValueError(
-            "--ext.fill and --algo.dynamic_filtering_enable both handle zero-variance groups; remove "
-            "--algo.dynamic_filtering_enable"
-        )
     if estimator not in fits:
         raise ValueError(
             f"--ext.fill does not go with --algo.advantage.estimator {estimator}, whose baseline or scale is over "
@@ -256,11 +254,6 @@ def _check_replay(args: SimpleNamespace, ext: ExtConfig) -> None:
         return
     if ext.groups is None:
         raise ValueError("--ext.replay needs --ext.groups, which says what an informative group is; add groups: {}")
-    if args.algo.dynamic_filtering_enable:
-        raise ValueError(
-            "--ext.replay and --algo.dynamic_filtering_enable both handle zero-variance groups; remove "
-            "--algo.dynamic_filtering_enable"
-        )
     estimator, fits = args.algo.advantage.estimator, ("group_norm", "rloo", "dr_grpo")
     if estimator not in fits:
         raise ValueError(
@@ -293,11 +286,6 @@ def _check_replay(args: SimpleNamespace, ext: ExtConfig) -> None:
 def _check_success_replay(args: SimpleNamespace, ext: ExtConfig) -> None:
     if ext.success_replay is None:
         return
-    if args.algo.dynamic_filtering_enable:
-        raise ValueError(
-            "--ext.success_replay and --algo.dynamic_filtering_enable both handle zero-variance groups; remove "
-            "--algo.dynamic_filtering_enable"
-        )
     for flag, part in (("--ext.fill", ext.fill), ("--ext.dapo", ext.dapo), ("--ext.pilot", ext.pilot)):
         if part is not None:
             raise ValueError(f"--ext.success_replay and {flag} both decide what becomes of failed groups; remove one")

@@ -7,13 +7,13 @@ the newest, as long as the optional limits on age and on uses allow.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
+from openrlhf_ext.evictions import EvictionCounter
 from openrlhf_ext.stored_row import StoredRow, num_bytes
 from openrlhf_ext.types import RolloutGroup
 
@@ -45,8 +45,7 @@ class GroupBuffer:
         self._max_age, self._max_uses = max_age, max_uses
         self._entries: dict[tuple[str, int], _Entry] = {}
         self._num_bytes = 0
-        self._num_pushed = 0
-        self._evicted: Counter[str] = Counter()
+        self._counter = EvictionCounter("group buffer")
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,10 +63,10 @@ class GroupBuffer:
         """
         for group in groups:
             key = (group.prompt.prompt_id, group.policy_version)
-            self._num_pushed += 1
+            self._counter.pushed(1)
             size = num_bytes(rollout.payload for rollout in group.rollouts)
             if size > self._max_bytes:  # it would push out everything else, and then itself
-                self._evicted["bytes"] += 1
+                self._counter.evicted("bytes", 1)
                 continue
             if key in self._entries:
                 self._evict(key, "same_key")
@@ -93,22 +92,16 @@ class GroupBuffer:
 
     def _evict(self, key: tuple[str, int], reason: Eviction) -> None:
         self._num_bytes -= self._entries.pop(key).num_bytes
-        self._evicted[reason] += 1
+        self._counter.evicted(reason, 1)
 
     def metrics(self, version: int) -> dict[str, float]:
         """Size, age (train steps) and uses of what is stored; evictions since the last call, by reason.
 
         Raises RuntimeError unless every group ever pushed is stored or was evicted for a counted reason.
         """
-        if self._num_pushed != len(self._entries) + sum(self._evicted.values()):
-            raise RuntimeError(
-                f"group buffer does not balance: {self._num_pushed} pushed, {len(self._entries)} stored, evicted "
-                f"{dict(self._evicted)}; this is a bug in openrlhf_ext, please report it with this line"
-            )
+        evicted = self._counter.take(len(self._entries))
         ages = [version - entry.group.policy_version for entry in self._entries.values()] or [0]
         uses = [entry.num_uses for entry in self._entries.values()] or [0]
-        evicted, self._evicted = self._evicted, Counter()
-        self._num_pushed = len(self._entries)
         return {
             "group_buffer/num_groups": len(self._entries),
             "group_buffer/num_bytes": self._num_bytes,

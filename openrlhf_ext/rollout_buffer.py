@@ -5,13 +5,13 @@ Advantage and behavior log-probabilities stay as they were when the rollout was 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
 from openrlhf_ext.config import ReplayConfig
+from openrlhf_ext.evictions import EvictionCounter
 from openrlhf_ext.rollout_segment import DrawnRollout, ScoredGroup, Segment
 from openrlhf_ext.stored_row import StoredRow
 from openrlhf_ext.types import P
@@ -74,8 +74,7 @@ class RolloutBuffer:
         self._config, self._correct_at = config, correct_at
         self._by_group = config.granularity == "group"
         self._segments: list[Segment] = []
-        self._num_pushed = 0
-        self._evicted: Counter[str] = Counter()
+        self._counter = EvictionCounter("rollout buffer")
         self._draw_ess_frac = 0.0
 
     def __len__(self) -> int:
@@ -106,7 +105,7 @@ class RolloutBuffer:
             if part:
                 weights = unit_weights(part, config)
                 self._segments.append(Segment(part, weights, by_group=self._by_group, max_age=age))
-                self._num_pushed += len(self._segments[-1].rewards)
+                self._counter.pushed(len(self._segments[-1].rewards))
         if config.eviction != "none":
             self._evict_oldest(len(self) - config.capacity)
         while self.num_bytes > config.max_gib * 2**30:
@@ -163,7 +162,7 @@ class RolloutBuffer:
 
     def _evict(self, segment: Segment, units: np.ndarray | bool, reason: Eviction) -> None:
         """Take out those of ``units`` (a mask) that are still there."""
-        self._evicted[reason] += int(segment.sizes[units].sum())
+        self._counter.evicted(reason, int(segment.sizes[units].sum()))
         segment.weights[units] = 0
 
     def _evict_oldest(self, num_rollouts: int) -> None:
@@ -201,16 +200,10 @@ class RolloutBuffer:
         Raises RuntimeError unless every rollout ever pushed is stored or was evicted for a counted reason.
         """
         stored = len(self)
-        if self._num_pushed != stored + sum(self._evicted.values()):
-            raise RuntimeError(
-                f"rollout buffer does not balance: {self._num_pushed} pushed, {stored} stored, evicted "
-                f"{dict(self._evicted)}; this is a bug in openrlhf_ext, please report it with this line"
-            )
+        evicted = self._counter.take(stored)
         ages = [version - segment.unit_births[segment.weights > 0] for segment in self._segments]
         uses = [segment.uses[segment.weights > 0] for segment in self._segments]
-        evicted, self._evicted = self._evicted, Counter()
         ess, self._draw_ess_frac = self._draw_ess_frac, 0.0
-        self._num_pushed = stored
         return {
             "rollout_buffer/num_rollouts": stored,
             "rollout_buffer/num_bytes": self.num_bytes,

@@ -92,16 +92,15 @@ def main(argv: list[str] | None = None) -> int:
     filling.add_argument("--tokens", type=int, default=4096, help="tokens of a row (default %(default)s)")
     filling.add_argument("--steps", type=int, default=5, help="measured steps of each size (default %(default)s)")
     filling.add_argument("--effective-frac", type=float, default=0.5, help="informative groups (default %(default)s)")
-    filling.add_argument("--seed", type=int, default=0)
-    filling.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     replay = sections.add_parser("replay", help="rollout buffer")
     replay.add_argument("--stored", type=int, default=1_000_000, help="rollouts in the buffer (default %(default)s)")
     replay.add_argument("--draw", type=int, default=4096, help="rollouts of a draw (default %(default)s)")
     replay.add_argument("--insert", type=int, default=8192, help="rollouts of a step (default %(default)s)")
     replay.add_argument("--tokens", type=int, default=64, help="tokens of a row (default %(default)s)")
     replay.add_argument("--steps", type=int, default=9, help="measured steps (default %(default)s)")
-    replay.add_argument("--seed", type=int, default=0)
-    replay.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    for section in (filling, replay):
+        section.add_argument("--seed", type=int, default=0)
+        section.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     args = parser.parse_args(argv)
     if args.section == "replay":
         if (

@@ -35,12 +35,7 @@ class ExperienceMaker(RemoteExperienceMaker):
 
     def make_rows(self, samples: list[Experience]) -> list[Experience]:
         """Samples of whole groups, in order, to single-row experiences with advantages, in the same order."""
-        rows: list[Experience | None] = [None] * len(samples)
-        for batch in self.make_experience_batch(samples):
-            index = batch.index
-            for i, row in zip(index, remove_padding_in_sequences(split_experience_batch(batch)), strict=True):
-                rows[i] = row
-        return rows  # type: ignore[return-value]
+        return _single_rows(self.make_experience_batch(samples))
 
     @torch.no_grad()
     def make_frozen_rows(self, samples: list[Experience], drawn: Sequence[DrawnRollout]) -> list[Experience]:
@@ -48,17 +43,15 @@ class ExperienceMaker(RemoteExperienceMaker):
 
         Upstream's advantages need whole groups, so these rows go past them.
         """
-        rows: list[Experience | None] = [None] * len(samples)
-        for batch in self.make_experience(self.split_rollout_samples(samples)):
-            index = batch.index
-            frozen = torch.tensor([drawn[i].advantage * drawn[i].weight for i in index])
+        batches = self.make_experience(self.split_rollout_samples(samples))
+        for batch in batches:
+            own = [drawn[i] for i in batch.index]
+            frozen = torch.tensor([one.advantage * one.weight for one in own])
             batch.advantages = frozen[:, None] * batch.action_mask
             batch.returns = batch.advantages.clone()
-            batch.info |= {"return": frozen, "group_reward_std": torch.tensor([drawn[i].sigma for i in index])}
+            batch.info |= {"return": frozen, "group_reward_std": torch.tensor([one.sigma for one in own])}
             batch.kl = None
-            for i, row in zip(index, remove_padding_in_sequences(split_experience_batch(batch)), strict=True):
-                rows[i] = row
-        return rows  # type: ignore[return-value]
+        return _single_rows(batches)
 
     @torch.no_grad()
     def log_probs(self, samples: list[Experience]) -> list[torch.Tensor]:
@@ -124,6 +117,15 @@ class ExperienceMaker(RemoteExperienceMaker):
                 keep = torch.from_numpy(effective[experience.index])
                 experience.advantages = torch.where(keep[:, None], experience.advantages, 0.0)
         return experiences
+
+
+def _single_rows(batches: Sequence[Experience]) -> list[Experience]:
+    """The rows of some batches, without padding, in the order of their indices."""
+    rows: dict[int, Experience] = {}
+    for batch in batches:
+        index = batch.index  # splitting drops it
+        rows |= zip(index, remove_padding_in_sequences(split_experience_batch(batch)), strict=True)
+    return [rows[i] for i in range(len(rows))]
 
 
 def plan_training(rows: list[Experience], args, *, num_ranks: int, rng: np.random.Generator) -> Plan:

@@ -56,6 +56,12 @@ class Command:
                 raise AssertionError(f"the command {how} {what}:\n{self.output[-4000:]}")
             time.sleep(0.2)
 
+    def wait_for_steps(self, count: int, timeout_s: float) -> None:
+        """Wait until ``count`` lines of metrics are written: train steps, in a run that evaluates at its end only."""
+        metrics = self.run_dir / "metrics.jsonl"
+        done = lambda: metrics.exists() and metrics.read_text().count("\n") >= count  # noqa: E731
+        self.wait_until(done, timeout_s, f"{count} steps are done")
+
     def stop(self) -> None:
         """End everything that is left. For a test that has already failed."""
         for process in self.alive():

@@ -43,8 +43,7 @@ def test_the_death_of_the_only_engine_ends_the_run(epochs: int, start: Callable[
         tmp_path / "run",
         *("--train.max_epochs", str(epochs), "--ext.eval.at_start", "false", "--ext.max_steps", "1000"),
     )
-    metrics = command.run_dir / "metrics.jsonl"
-    command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, 300, "a step is done")
+    command.wait_for_steps(1, 300)
     (engine,) = command.descendants("EngineCore")
     time.sleep(0.0 if epochs == 1 else 3.0)
     engine.kill()
@@ -61,8 +60,7 @@ def test_the_death_of_one_of_two_engines_costs_no_rollout_and_no_step(
         tmp_path / "run",
         *("--vllm.num_engines", "2", "--ext.eval.at_start", "false", "--ext.max_steps", "20"),
     )
-    metrics = command.run_dir / "metrics.jsonl"
-    command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 300, "2 steps are done")
+    command.wait_for_steps(2, 300)
     engines = command.descendants("EngineCore")
     assert len(engines) == 2
     engines[0].kill()

@@ -80,7 +80,7 @@ def test_grpo_filter_goes_on_while_the_verifier_hangs_and_stops_at_sigterm(
         *("--train.micro_batch_size", "32", "--rollout.micro_batch_size", "32"),
     )
     metrics = command.run_dir / "metrics.jsonl"
-    command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 6, 400, "6 steps are done")
+    command.wait_for_steps(6, 400)
     asked_at = time.monotonic()
     command.process.send_signal(signal.SIGTERM)
     assert command.wait(60) == 128 + signal.SIGTERM, command.output[-4000:]

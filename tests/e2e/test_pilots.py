@@ -24,8 +24,7 @@ def test_pilot_commit_on_two_actors_and_two_engines_of_which_one_dies(
         *("--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2"),
         *("--train.micro_batch_size", "64", "--rollout.micro_batch_size", "64"),
     )
-    metrics = command.run_dir / "metrics.jsonl"
-    command.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 400, "2 steps are done")
+    command.wait_for_steps(2, 400)
     command.descendants("EngineCore")[0].kill()
     assert command.wait(300) == 0, command.output[-4000:]
     assert command.alive() == []

@@ -8,6 +8,7 @@ and optimizer go on from one to the next. The flags before the first ``--`` are 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -54,7 +55,5 @@ if __name__ == "__main__":
     for argument in sys.argv[2:]:
         parts.append([]) if argument == "--" else parts[-1].append(argument)
     every = [read(Path(sys.argv[1]), parts[0], part[0], part[1:]) for part in parts[1:]]
-    import os
-
     os.environ.update(cpu_platform.process_env())
     sys.exit(supervise(lambda: train_all(every)))
