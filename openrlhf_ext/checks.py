@@ -343,7 +343,7 @@ def _check_evaluation(args: SimpleNamespace, ext: ExtConfig) -> None:
     if not args.eval.dataset:
         return
     samples, largest = args.eval.n_samples_per_prompt, max(ext.eval.pass_at)
-    if samples < largest:
+    if max(samples, ext.eval.final_samples or 0) < largest:
         kept = " ".join(str(k) for k in ext.eval.pass_at if k <= samples) or "1"
         raise ValueError(
             f"pass@{largest} needs at least {largest} samples, but --eval.n_samples_per_prompt is {samples}; set "

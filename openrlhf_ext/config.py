@@ -505,6 +505,14 @@ class RolloutConfig:
         default=True,
         metadata=_meta("collect the engine's log-probs, to measure the engine/trainer mismatch"),
     )
+    seed_requests: bool = field(
+        default=False,
+        metadata=_meta(
+            "every rollout draws from a seed of its own (train.seed, step, place in the step), so that a run can be "
+            "repeated whatever the engines did before; vLLM samples seeded requests one by one",
+            source="OpenRLHF seeds its engines only",
+        ),
+    )
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.deadline_s) or self.deadline_s <= 0:
@@ -543,13 +551,25 @@ class EvalConfig:
 
     pass_at: tuple[int, ...] = field(
         default=(1, 2, 4, 8),
-        metadata=_meta("the k of the reported pass@k, increasing", unit="samples"),
+        metadata=_meta("the k of the reported pass@k, increasing, as far as there are samples", unit="samples"),
     )
     correct_at: float = field(
         default=1.0,
         metadata=_meta("a rollout is correct iff its score is at least this", source="0/1 graders"),
     )
     at_start: bool = field(default=True, metadata=_meta("evaluate before the first train step"))
+    every_rollouts: int | None = field(
+        default=None,
+        metadata=_meta(
+            "evaluate after the step in which the generated rollouts pass a multiple of this, instead of every "
+            "eval.steps: methods that need different numbers of rollouts a step are then measured at the same points",
+            unit="rollouts",
+        ),
+    )
+    final_samples: int | None = field(
+        default=None,
+        metadata=_meta("samples per prompt in the last evaluation; null = as in the others", unit="samples"),
+    )
 
     def __post_init__(self) -> None:
         increasing = sorted(set(self.pass_at))
@@ -559,6 +579,10 @@ class EvalConfig:
             )
         if not math.isfinite(self.correct_at):
             raise ConfigError("ext.eval.correct_at", f"must be a finite score, got {self.correct_at:g}; 1.0 is usual")
+        if self.every_rollouts is not None:
+            _at_least("ext.eval.every_rollouts", self.every_rollouts, 1, "null means every eval.steps")
+        if self.final_samples is not None:
+            _at_least("ext.eval.final_samples", self.final_samples, 1, "null means as many as in the others")
 
 
 @dataclass(frozen=True, slots=True)
@@ -581,6 +605,13 @@ class LogConfig:
     worker_output: Literal["file", "console"] = field(
         default="file", metadata=_meta("where the output of Ray workers goes")
     )
+    distance: bool = field(
+        default=False,
+        metadata=_meta(
+            "measure at every evaluation how far the parameters have moved; each actor keeps a copy of its start on "
+            "the CPU"
+        ),
+    )
 
     def __post_init__(self) -> None:
         _at_least("ext.log.samples_per_step", self.samples_per_step, 0, "0 means none")
@@ -594,9 +625,18 @@ class ExtConfig:
     max_steps: int | None = field(
         default=None,
         metadata=_meta(
-            "train steps, also the plan of the learning rate; null = train.num_episodes passes over the data",
+            "train steps, also the plan of the learning rate; null = as many as max_rollouts takes, or else "
+            "train.num_episodes passes over the data",
             unit="train steps",
             source="OpenRLHF's plan",
+        ),
+    )
+    max_rollouts: int | None = field(
+        default=None,
+        metadata=_meta(
+            "end after the step in which the generated rollouts reach this; null = max_steps alone decides. With "
+            "max_steps null, the learning rate is planned for steps of rollout.batch_size whole groups",
+            unit="rollouts",
         ),
     )
     groups: GroupsConfig | None = field(
@@ -631,3 +671,5 @@ class ExtConfig:
             raise ConfigError("ext.run_dir", "is empty; name a directory, for example runs/first")
         if self.max_steps is not None:
             _at_least("ext.max_steps", self.max_steps, 1, "null means one pass over the data per train.num_episodes")
+        if self.max_rollouts is not None:
+            _at_least("ext.max_rollouts", self.max_rollouts, 1, "null means that max_steps alone ends the run")

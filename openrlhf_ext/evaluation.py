@@ -1,4 +1,4 @@
-"""Evaluation metrics: accuracy from the verifier's score and unbiased pass@k."""
+"""Evaluation metrics: accuracy from the verifier's score, unbiased pass@k, and accuracy against length."""
 
 from __future__ import annotations
 
@@ -19,6 +19,33 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     if k > num_samples:
         raise ValueError(f"pass@{k} needs at least {k} samples per prompt, got {num_samples}")
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def aes(
+    accuracy: float,
+    length: float,
+    base_accuracy: float,
+    base_length: float,
+    *,
+    alpha: float = 1.0,
+    beta: float = 3.0,
+    gamma: float = 5.0,
+) -> float:
+    """Accuracy-efficiency score against a base model: shorter responses count for it, lost accuracy against it.
+
+    ``alpha * (base_length - length) / base_length`` plus ``beta`` times the relative change of accuracy, or ``gamma``
+    times it where accuracy fell (O1-Pruner, arXiv 2501.12570). Lengths are mean tokens per response.
+
+    Raises:
+        ValueError: the base's accuracy or length is not above 0, so that nothing is relative to it.
+    """
+    if not (base_accuracy > 0 and base_length > 0):
+        raise ValueError(
+            f"AES needs a base with accuracy and length above 0, got accuracy {base_accuracy} and length {base_length}"
+        )
+    shorter = (base_length - length) / base_length
+    better = (accuracy - base_accuracy) / base_accuracy
+    return alpha * shorter + (beta if better >= 0 else gamma) * better
 
 
 def evaluate_groups(
@@ -77,6 +104,8 @@ def _accuracy(
     if wrong:
         metrics[f"{prefix}/response_length_wrong_mean"] = float(np.mean(wrong))
     for k in pass_at:
+        if k > min(len(row) for row in correct):
+            break
         metrics[f"{prefix}/pass@{k}"] = float(np.mean([pass_at_k(len(row), sum(row), k) for row in correct]))
     return metrics
 

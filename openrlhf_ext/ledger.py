@@ -62,6 +62,11 @@ class RolloutLedger:
     def _snapshot(self) -> tuple[int, int, int, Counter[str]]:
         return self._generated, self._tokens, self._replayed, Counter(self._fates)
 
+    @property
+    def num_generated(self) -> int:
+        """Rollouts generated so far."""
+        return self._generated
+
     def generated(self, rollouts: int, *, tokens: int) -> None:
         """Count responses (and their tokens) that an engine produced for training."""
         self._generated += rollouts

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openrlhf_ext.tasks.countdown_data import write_dataset
+from openrlhf_ext.tasks.countdown_data import TRAIN_MIXES, write_dataset
 from openrlhf_ext.tasks.jsonl import write_jsonl
 
 if TYPE_CHECKING:
@@ -29,6 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tasks = parser.add_subparsers(dest="data", required=True)
     countdown = tasks.add_parser("countdown", help="arithmetic puzzles with 2 to 4 numbers")
+    countdown.add_argument(
+        "--mix",
+        choices=TRAIN_MIXES,
+        default="even",
+        help="of training puzzles; sparse: most are solved or hopeless (default %(default)s)",
+    )
     reasoning_gym = tasks.add_parser("reasoning_gym", help="a task of the reasoning-gym package")
     reasoning_gym.add_argument("--task", required=True, help="its name in reasoning-gym, such as chain_sum")
     reasoning_gym.add_argument(
@@ -42,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.data == "countdown":
-            is_new = write_dataset(args.out, args.train, args.eval, args.seed)
+            is_new = write_dataset(args.out, args.train, args.eval, args.seed, args.mix)
         else:
             is_new = _write_reasoning_gym(args)
     except ValueError as error:

@@ -7,7 +7,11 @@ always ends inside the train step, and metrics are reduced once a step in a fixe
 
 from __future__ import annotations
 
+import random
+import socket
+
 import deepspeed
+import openrlhf.trainer.ray.launcher as upstream_launcher
 import openrlhf.trainer.ray.ppo_actor as upstream_actor
 import openrlhf.trainer.ray.ppo_critic as upstream_critic
 import ray
@@ -18,6 +22,9 @@ from openrlhf_ext.adapters import cpu_platform
 from openrlhf_ext.adapters.measured_loss import MeasuredLoss
 from openrlhf_ext.adapters.replayed_rows import ORIGIN
 from openrlhf_ext.adapters.upstream import plain
+
+# Linux hands out ports from 32768 by itself; Ray's workers take 10002 to 19999.
+_OWN_PORTS = range(20000, 32000)
 
 
 class TrainStepSchedule:
@@ -51,6 +58,25 @@ class TrainStepSchedule:
     def load_state_dict(self, state: dict) -> None:
         self._inner.load_state_dict(state)
         self._end = self._inner.last_epoch + self._per_train_step
+
+
+class SafePort:
+    """Mixin for model actors: a rendezvous port that no other run on the machine is likely to be given.
+
+    Upstream asks the system for a free port and binds it seconds later; a run that starts at the same time may have
+    taken it by then. Ports below the range that systems hand out are taken only by those who name them.
+    """
+
+    @staticmethod
+    def _get_free_port() -> int:
+        for port in random.SystemRandom().sample(_OWN_PORTS, len(_OWN_PORTS)):
+            with socket.socket() as sock:
+                try:
+                    sock.bind(("", port))
+                except OSError:
+                    continue
+                return port
+        raise RuntimeError(f"no free port from {_OWN_PORTS.start} to {_OWN_PORTS.stop - 1} for torch.distributed")
 
 
 class WindowedTraining:
@@ -201,7 +227,7 @@ class PolicyTrainer(upstream_actor.ActorPPOTrainer):
 upstream_actor.ActorPPOTrainer = PolicyTrainer
 
 
-class PolicyActor(WindowedTraining, plain(upstream_actor.PolicyModelActor)):
+class PolicyActor(SafePort, WindowedTraining, plain(upstream_actor.PolicyModelActor)):
     """OpenRLHF's policy actor, trained on planned windows."""
 
     def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
@@ -209,6 +235,24 @@ class PolicyActor(WindowedTraining, plain(upstream_actor.PolicyModelActor)):
         self._engine = self.actor.model
         self._schedule = TrainStepSchedule(self.actor_scheduler, strategy.optimizer_steps_per_train_step)
         self._engine.lr_scheduler = self.actor_scheduler = self.trainer.actor_scheduler = self._schedule
+        self._start = self._weights() if strategy.measures_distance else None
+
+    def distance_from_start(self) -> dict[str, float]:
+        """L2 distance of the weights from those at the start, alone and relative to the norm of those."""
+        moved = sum(
+            float((now - start).square().sum()) for now, start in zip(self._weights(), self._start, strict=True)
+        )
+        norm = sum(float(start.square().sum()) for start in self._start)
+        sums = torch.tensor([moved, norm], dtype=torch.float64).to(torch.cuda.current_device())
+        if self.strategy.args.ds.zero_stage == 3:
+            dist.all_reduce(sums)  # each rank holds a part of every weight
+        moved, norm = sums.sqrt().tolist()
+        return {"policy/distance": moved, "policy/distance_relative": moved / norm}
+
+    def _weights(self) -> list[torch.Tensor]:
+        """This rank's weights, or its parts of them under ZeRO-3, as float32 copies on the CPU."""
+        parameters = self.actor.model.module.parameters()
+        return [getattr(p, "ds_tensor", p.data).detach().to("cpu", torch.float32, copy=True) for p in parameters]
 
     def use_engines(self, engines: list) -> None:
         """Send weights to these engines only from now on (one of the others has died)."""
@@ -236,7 +280,11 @@ class PolicyActor(WindowedTraining, plain(upstream_actor.PolicyModelActor)):
         return status
 
 
-class CriticActor(WindowedTraining, plain(upstream_critic.CriticModelActor)):
+class ReferenceActor(SafePort, plain(upstream_launcher.ReferenceModelActor)):
+    """OpenRLHF's reference model actor."""
+
+
+class CriticActor(SafePort, WindowedTraining, plain(upstream_critic.CriticModelActor)):
     """OpenRLHF's critic actor, trained on planned windows."""
 
     def init_model_from_pretrained(self, strategy, pretrain, max_steps) -> None:

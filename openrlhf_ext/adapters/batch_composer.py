@@ -71,6 +71,12 @@ class Batch:
     def rows(self) -> list[Experience]:
         return [*self.fresh, *self.replayed]
 
+    def shares(self) -> dict[str, float]:
+        """Share of the trained rows by origin: this step, groups that fill slots, single replayed rollouts."""
+        total, filled = len(self.rows), _num_rollouts(self.replayed_groups)
+        counts = {"fresh": len(self.fresh), "filled": filled, "replayed": len(self.replayed) - filled}
+        return {f"rows/share_{origin}": count / total for origin, count in counts.items()}
+
 
 class BatchComposer:
     """Owns the buffers. ``compose`` once in every train step, then the update, then ``store``.

@@ -55,28 +55,42 @@ class EngineActor(plain(RolloutRayActor)):
         return {"rewards": values.reward, "scores": values.score, "extra_logs": values.extra}
 
     async def generate_group(
-        self, *, prompt, label, images, sampling: dict, max_length: int, num_rollouts: int, deadline_s: float
+        self,
+        *,
+        prompt,
+        label,
+        images,
+        sampling: dict,
+        max_length: int,
+        num_rollouts: int,
+        deadline_s: float,
+        seed: int | None = None,
     ) -> tuple[list[dict], str | None]:
-        """All rollouts of one prompt.
+        """All rollouts of a prompt. With a ``seed``, rollout i draws from ``seed + i``, else from the engine's stream.
 
         Returns the finished responses and None, or those that finished and why the others did not. Requests still
         running at the deadline are aborted in the engine. When the engine's process has died, so does this actor: all
         its callers then see the same, a dead engine.
         """
-        params = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+        params = [
+            SamplingParams(
+                **sampling, output_kind=RequestOutputKind.FINAL_ONLY, seed=None if seed is None else seed + i
+            )
+            for i in range(num_rollouts)
+        ]
         tasks = [
             asyncio.ensure_future(
                 self.executor.execute(
                     prompt=prompt,
                     label=label,
-                    sampling_params=params.clone(),
+                    sampling_params=own,
                     max_length=max_length,
                     hf_tokenizer=self._tokenizer,
                     llm_engine=self,
                     images=images,
                 )
             )
-            for _ in range(num_rollouts)
+            for own in params
         ]
         done, late = await asyncio.wait(tasks, timeout=deadline_s)
         for task in late:

@@ -7,6 +7,7 @@ engine that dies is left out, and only when none is left the run stops.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -72,7 +73,11 @@ class EnginePool:
 
 
 class GroupGenerator:
-    """Generates groups at one temperature. ``policy_version`` stamps them."""
+    """Generates groups at one temperature. ``policy_version`` stamps them.
+
+    Args:
+        stream: sets its seeds apart from those of another generator (``ext.rollout.seed_requests``).
+    """
 
     def __init__(
         self,
@@ -81,9 +86,11 @@ class GroupGenerator:
         ext: ExtConfig,
         *,
         temperature: float,
+        stream: str = "train",
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.policy_version = 0
+        self._seeds = _RequestSeeds(args.train.seed, stream) if ext.rollout.seed_requests else None
         self._num_reward_timeouts = 0
         self._busy_s = self._available_s = 0.0
         self._pool = pool
@@ -139,6 +146,7 @@ class GroupGenerator:
                 max_length=self._max_length,
                 num_rollouts=request.num_rollouts,
                 deadline_s=self._ext.rollout.deadline_s,
+                seed=self._seeds.next(self.policy_version) if self._seeds else None,
             )
             refs[ref] = (slot, request, engine)
         return refs
@@ -223,6 +231,25 @@ class GroupGenerator:
             logger.warning("invalid reward counted as 0: %s", problem)
             return RewardValues(reward=0.0, score=0.0, extra={})
         return problem
+
+
+class _RequestSeeds:
+    """A seed for each request: of the run, the policy version and how many requests that version had before.
+
+    Nothing has to be stored to go on after a checkpoint, and no request of a version gets the seed of another, whether
+    it is a pilot, a commit or a retry.
+    """
+
+    def __init__(self, seed: int, stream: str) -> None:
+        self._run = f"{seed}/{stream}"
+        self._version, self._count = -1, 0
+
+    def next(self, version: int) -> int:
+        if version != self._version:
+            self._version, self._count = version, 0
+        self._count += 1
+        digest = hashlib.sha256(f"{self._run}/{version}/{self._count}".encode()).digest()
+        return int.from_bytes(digest[:4], "big") << 16  # the rollouts of a group take the numbers that follow
 
 
 def _first_line(error: Exception) -> str:

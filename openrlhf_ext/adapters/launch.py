@@ -1,4 +1,4 @@
-"""From checked settings to a finished run: Ray, engines, models, trainer."""
+"""From checked settings to finished runs: Ray, engines, models, trainer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 from openrlhf_ext.adapters import cpu_platform
@@ -22,17 +24,35 @@ from openrlhf_ext.supervisor import supervise
 logger = logging.getLogger(__name__)
 
 
-def run(settings: Settings, files: Mapping[str, PromptFile]) -> int:
-    """Train on the checked settings and prompt files (by flag); returns the exit code.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Checked settings, with the prompt files that they name (by flag)."""
 
-    No process that the run started is left when it returns.
+    settings: Settings
+    files: Mapping[str, PromptFile]
+    stock: bool = False
+    """OpenRLHF's own trainer, for comparison."""
+
+
+def run(settings: Settings, files: Mapping[str, PromptFile]) -> int:
+    """Train; returns the exit code. No process that the run started is left when it returns."""
+    return run_all([Run(settings, files)])
+
+
+def run_all(runs: Iterable[Run]) -> int:
+    """Train one after the other on the same Ray, engines and actors (see ``session.py``), up to the first that fails.
+
+    The settings must have the same ``benchmark.suite.parts_key``; a run is asked for when the one before it is done.
     """
     check_version()
     started = time.time()
-    return supervise(lambda: _train(settings, files, started))
+    return supervise(lambda: _train_all(iter(runs), started))
 
 
-def _train(settings: Settings, files: Mapping[str, PromptFile], started: float) -> int:
+def _train_all(runs: Iterator[Run], started: float) -> int:
+    first = next(runs, None)
+    if first is None:
+        return 0
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -42,9 +62,9 @@ def _train(settings: Settings, files: Mapping[str, PromptFile], started: float) 
         cpu_platform.install()
 
     # The imports take longer than Ray's start and mostly wait for neither.
-    imports = threading.Thread(target=import_module, args=("openrlhf_ext.adapters.trainer",))
+    imports = threading.Thread(target=import_module, args=("openrlhf_ext.adapters.session",))
     imports.start()
-    _start_ray(settings)
+    _start_ray(first.settings)
     logger.info("Ray is up after %.1f s", time.time() - started)
     imports.join()
     for name in list(logging.root.manager.loggerDict):
@@ -53,11 +73,17 @@ def _train(settings: Settings, files: Mapping[str, PromptFile], started: float) 
 
     import ray
 
+    one = first
     try:
-        _run_trainer(settings, files, started)
+        from openrlhf_ext.adapters.session import Session
+
+        session = Session(first.settings, stock=first.stock)
+        for one in chain([first], runs):
+            session.train(one.settings, one.files, started)
+            started = time.time()
         return 0
     except Exception as error:
-        print(f"error: {_message(error)}\n{_keep_traceback(settings)}", file=sys.stderr)
+        print(f"error: {_message(error)}\n{_keep_traceback(one.settings, error)}", file=sys.stderr)
         return 1
     finally:
         ray.shutdown()
@@ -69,11 +95,11 @@ def _message(error: Exception) -> str:
     return str(cause) if isinstance(cause, ValueError | RuntimeError) else f"{type(cause).__name__}: {cause}"
 
 
-def _keep_traceback(settings: Settings) -> str:
+def _keep_traceback(settings: Settings, error: Exception) -> str:
     run_dir = Path(settings.ext.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / "error.log"
-    file.write_text(traceback.format_exc(), encoding="utf-8")
+    file.write_text(f"error: {_message(error)}\n{traceback.format_exc()}", encoding="utf-8")
     return f"the traceback is in {file}, the output of the workers under {run_dir / 'logs'}"
 
 
@@ -115,25 +141,3 @@ def _num_gpus(args) -> int:
     groups += [args.critic] if args.critic.model_name_or_path else []
     models = sum(group.num_nodes * group.num_gpus_per_node for group in groups)
     return models + args.vllm.num_engines * args.vllm.tensor_parallel_size
-
-
-def _run_trainer(settings: Settings, files: Mapping[str, PromptFile], started: float) -> None:
-    import ray
-
-    from openrlhf_ext.adapters.placement import create_engines, create_models, quiet_strategy
-    from openrlhf_ext.adapters.trainer import Trainer
-
-    logger.info("starting engines and models after %.1f s", time.time() - started)
-    strategy = quiet_strategy(settings)
-    args = strategy.args
-    models = create_models(args)
-    engines = create_engines(args, settings.ext, models.shared)
-    trainer = Trainer(settings, files, started, strategy, models.actor, models.critic, models.reference, engines)
-    node_logs = ray._private.worker._global_node.get_logs_dir_path() if ray._private.worker._global_node else None
-    if node_logs:
-        trainer.run_dir.link_logs(node_logs)
-    engines_ready = [engine.configure.remote(strategy, settings.ext.reward) for engine in engines]
-    models.load(strategy, engines, engines_ready, trainer.max_steps)
-    logger.info("engines and models are ready after %.1f s", time.time() - started)
-    trainer.fit()
-    models.save()

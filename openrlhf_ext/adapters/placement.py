@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import openrlhf.trainer.ray.vllm_engine as vllm_engine
 import ray
-from openrlhf.trainer.ray.launcher import RayActorGroup, ReferenceModelActor
+from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.utils import get_strategy
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from openrlhf_ext.adapters.actors import CriticActor, PolicyActor
+from openrlhf_ext.adapters.actors import CriticActor, PolicyActor, ReferenceActor
 from openrlhf_ext.adapters.engine import EngineActor
 from openrlhf_ext.config import ExtConfig
 from openrlhf_ext.settings import Settings
@@ -46,6 +46,7 @@ def quiet_strategy(settings: Settings):
     strategy = get_strategy(args)
     strategy.print = _no_print
     rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    strategy.measures_distance = settings.ext.log.distance
     strategy.optimizer_steps_per_train_step = rows // args.train.batch_size * args.train.max_epochs
     return strategy
 
@@ -96,8 +97,8 @@ def _gpus(count: int) -> PlacementGroup:
     return group
 
 
-def create_models(args) -> Models:
-    """Start the model actors (without weights) where the colocation flags put them."""
+def create_models(args, policy: type = PolicyActor) -> Models:
+    """Start the model actors (without weights) where the colocation flags put them; the actor is a ``policy``."""
 
     def group(actor_class, part, shared: PlacementGroup | None) -> ActorGroup:
         return ActorGroup(
@@ -113,8 +114,8 @@ def create_models(args) -> Models:
     shared = None
     if everything or args.train.colocate_actor_ref:
         shared = _gpus(args.actor.num_nodes * args.actor.num_gpus_per_node)
-    actor = group(ray.remote(num_gpus=1)(PolicyActor), args.actor, shared)
-    reference = group(ReferenceModelActor, args.ref, shared) if args.algo.kl.init_coef > 0 else None
+    actor = group(ray.remote(num_gpus=1)(policy), args.actor, shared)
+    reference = group(ray.remote(num_gpus=1)(ReferenceActor), args.ref, shared) if args.algo.kl.init_coef > 0 else None
     critic = None
     if args.critic.model_name_or_path:
         critic_shared = shared if everything else None

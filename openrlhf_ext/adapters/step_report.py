@@ -75,15 +75,20 @@ def report_failures(failed: list[FailedRequest], num_requests: int, where: str) 
 
 
 def row_metrics(rows: list[Experience]) -> dict[str, float]:
-    """Lengths, truncation, and how far the engine's log-probabilities are from the trainer's, of fresh rows."""
+    """Lengths, truncation, entropy, and how far the engine's log-probabilities are from the trainer's, of fresh rows.
+
+    The entropy is the mean of ``-log p`` over sampled tokens, in nats: unbiased for that of the policy that sampled.
+    """
     if not rows:
         return {}
+    tokens = sum(float(row.action_mask.sum()) for row in rows)
+    surprise = -sum(float((row.action_log_probs * row.action_mask).sum()) for row in rows)
     metrics = {
+        "rollout/entropy_mean": surprise / tokens,
         "rollout/response_length_mean": float(np.mean([row.action_mask.sum().item() for row in rows])),
         "rollout/truncated_frac": float(np.mean([row.truncated.item() for row in rows])),
     }
     if rows[0].rollout_log_probs is not None:
-        tokens = sum(float(row.action_mask.sum()) for row in rows)
         gap = sum(float(((r.action_log_probs - r.rollout_log_probs).abs() * r.action_mask).sum()) for r in rows)
         metrics["rollout/engine_log_prob_abs_diff_mean"] = gap / tokens
     return metrics

@@ -89,9 +89,7 @@ class Trainer(BasePPOTrainer):
             num_ranks=self.num_ranks,
         )
         self.prompts, self.eval_prompts = load_prompts(strategy, tokenizer, ext.data, files)
-        self.max_steps = ext.max_steps or max(
-            1, len(self.prompts) * args.train.num_episodes // args.rollout.batch_size
-        )
+        self.max_steps = self._planned_steps()
         if self.best_eval_metric_key == "":
             self.best_eval_metric_key = "eval/accuracy"
 
@@ -107,13 +105,33 @@ class Trainer(BasePPOTrainer):
             self.pool, args, ext, temperature=args.rollout.temperature, on_progress=self.reporter.generation
         )
         self.eval_generator = GroupGenerator(
-            self.pool, args, ext, temperature=args.eval.temperature, on_progress=self.reporter.generation
+            self.pool,
+            args,
+            ext,
+            temperature=args.eval.temperature,
+            stream="eval",
+            on_progress=self.reporter.generation,
         )
         self.sampler = self._create_sampler()
         self.composer = BatchComposer(
             args, ext, self.experience_maker, self.ledger, self.run_dir, log_probs=self.generator.collects_log_probs
         )
         self._num_idle_steps = 0
+
+    def _planned_steps(self) -> int:
+        args, ext = self.args, self.ext
+        if ext.max_steps is not None:
+            return ext.max_steps
+        if ext.max_rollouts is not None:
+            return math.ceil(ext.max_rollouts / (args.rollout.batch_size * args.rollout.n_samples_per_prompt))
+        return max(1, len(self.prompts) * args.train.num_episodes // args.rollout.batch_size)
+
+    def _is_done(self, step: int) -> bool:
+        """After ``step``: by the budget, or by the number of steps where that is not only a plan for the budget."""
+        spent = self.ext.max_rollouts is not None and self.ledger.num_generated >= self.ext.max_rollouts
+        if self.ext.max_rollouts is not None and self.ext.max_steps is None:
+            return spent
+        return spent or step >= self.max_steps
 
     def _create_sampler(self) -> GroupSampler[Experience] | PilotCommitSampler[Experience]:
         args, ext = self.args, self.ext
@@ -159,20 +177,33 @@ class Trainer(BasePPOTrainer):
 
     def _train_steps(self, start: int) -> tuple[int, str | None]:
         """All steps after ``start``. Returns the last one, and why it is not the planned one, if it is not."""
-        for step in range(start + 1, self.max_steps + 1):
+        step, evaluated = start, start
+        while not self._is_done(step):
+            before = self.ledger.num_generated
             try:
-                self._step(step)
+                self._step(step + 1)
             except PoolExhausted as end:
-                logger.warning("the run ends after %d of %d steps: %s", step - 1, self.max_steps, end)
-                if step - 1 > start and (step - 1) % self.args.eval.steps:
-                    self._finish_step(step - 1, last=True)
-                return step - 1, f"{end} ({end.report})"
-            self._finish_step(step, last=step == self.max_steps)
-        return self.max_steps, None
+                logger.warning("the run ends after %d of %d steps: %s", step, self.max_steps, end)
+                if evaluated < step:
+                    self._finish_step(step, evaluate=True, last=True)
+                return step, f"{end} ({end.report})"
+            step += 1
+            last = self._is_done(step)
+            evaluate = last or self._is_evaluated(step, before)
+            self._finish_step(step, evaluate=evaluate, last=last)
+            evaluated = step if evaluate else evaluated
+        return step, None
 
-    def _finish_step(self, step: int, *, last: bool) -> None:
-        if step % self.args.eval.steps == 0 or last:
-            metrics = self.evaluate(step)
+    def _is_evaluated(self, step: int, before: int) -> bool:
+        """Whether an evaluation is due after ``step``, which began with ``before`` rollouts generated."""
+        every = self.ext.eval.every_rollouts
+        if every is None:
+            return step % self.args.eval.steps == 0
+        return self.ledger.num_generated // every > before // every
+
+    def _finish_step(self, step: int, *, evaluate: bool, last: bool) -> None:
+        if evaluate:
+            metrics = self.evaluate(step, last=last)
             self.save_best_checkpoint(metrics, step, self._client_states(step))
         self.save_logs_and_checkpoints(step, {}, self._client_states(step))
 
@@ -216,7 +247,7 @@ class Trainer(BasePPOTrainer):
         clock.lap("broadcast")
         if math.isfinite(status.get("kl", math.nan)):
             self.kl_ctl.update(status["kl"], len(rows))
-        metrics = ratios(status) | row_metrics(batch.fresh)
+        metrics = ratios(status) | row_metrics(batch.fresh) | batch.shares()
         metrics |= {f"train/{key}": value for key, value in status.items()}
         return metrics | {"train/num_rows": len(rows), "train/num_optimizer_steps": len(plan[0])}
 
@@ -261,12 +292,15 @@ class Trainer(BasePPOTrainer):
 
     # -- evaluation --
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, *, last: bool = False) -> dict[str, float]:
         """Accuracy by the verifier on the evaluation set. Not part of the rollout budget."""
         if not self.eval_prompts:
             return {}
         started = time.time()
         n = self.args.eval.n_samples_per_prompt
+        if last and self.ext.eval.final_samples is not None:
+            n = self.ext.eval.final_samples
+        self.eval_generator.policy_version = step
         requests = [RolloutRequest(f"e{i:08d}", p, n) for i, p in enumerate(self.eval_prompts)]
         results = self.eval_generator.generate(requests)
         groups = [result for result in results if isinstance(result, RolloutGroup)]
@@ -281,6 +315,8 @@ class Trainer(BasePPOTrainer):
             "budget/tokens_generated": budget["tokens"],
             "timing/eval": time.time() - started,
         }
+        if self.ext.log.distance:
+            metrics |= ray.get(self.actor_model_group.async_run_method("distance_from_start"))[0]
         self.reporter.evaluation(step, metrics, accuracy_by_prompt(groups, correct_at=self.ext.eval.correct_at))
         return metrics
 

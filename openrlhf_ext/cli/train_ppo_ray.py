@@ -17,7 +17,7 @@ from openrlhf_ext.settings import Settings, dump_settings, help_text, refuse, re
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     try:
-        settings = _settings(sys.argv[1:] if argv is None else argv)
+        settings = checked_settings(sys.argv[1:] if argv is None else argv)
         if settings is None:
             return 0
         check_reward_file(settings)
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     return run(settings, files)
 
 
-def _settings(argv: list[str]) -> Settings | None:
+def checked_settings(argv: list[str]) -> Settings | None:
     """Checked settings, or None after an option that only prints."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.error = refuse  # type: ignore[method-assign]

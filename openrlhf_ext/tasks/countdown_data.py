@@ -27,7 +27,12 @@ _SHAPES = {
 }
 """Datasource -> how many numbers, the largest of them, operators. Two numbers without * are meant to be trivial."""
 
-TRAIN_MIX = {"countdown-2": 0.2, "countdown-3": 0.35, "countdown-4": 0.35, UNREACHABLE: 0.1}
+TRAIN_MIXES = {
+    "even": {"countdown-2": 0.2, "countdown-3": 0.35, "countdown-4": 0.35, UNREACHABLE: 0.1},
+    "sparse": {"countdown-2": 0.4, "countdown-3": 0.12, "countdown-4": 0.08, UNREACHABLE: 0.4},
+}
+"""What is trained on. ``sparse`` has few puzzles that a longer warm start leaves between all right and all wrong."""
+
 EVAL_MIX = {"countdown-2": 0.2, "countdown-3": 0.45, "countdown-4": 0.35}
 
 _MAX_MISSES = 2000
@@ -133,12 +138,12 @@ def rows(puzzles: Sequence[Puzzle], split: str) -> Iterator[dict[str, str]]:
         yield {"id": row_id, "input": puzzle.prompt, "label": puzzle.label, "datasource": puzzle.datasource}
 
 
-def write_dataset(out_dir: Path, train: int = 2000, eval: int = 200, seed: int = 0) -> bool:
+def write_dataset(out_dir: Path, train: int = 2000, eval: int = 200, seed: int = 0, mix: str = "even") -> bool:
     """Write `train.jsonl` and `eval.jsonl`; returns False when both were already there with the same content.
 
     The two share no puzzle, and every evaluation puzzle can be solved. The content depends on the arguments only.
     """
-    training = generate_puzzles(train, seed, TRAIN_MIX)
+    training = generate_puzzles(train, seed, TRAIN_MIXES[mix])
     evaluation = generate_puzzles(eval, seed, EVAL_MIX, held_out=True)
     changed = [
         write_jsonl(out_dir / "train.jsonl", rows(training, "train")),

@@ -100,7 +100,7 @@ def test_a_command_line_module_of_another_shape_is_refused(tmp_path: Path, monke
 def test_reading_and_checking_the_command_line_imports_nothing_heavy() -> None:
     code = f"""
 import sys
-from openrlhf_ext.cli.train_ppo_ray import _settings
+from openrlhf_ext.cli.train_ppo_ray import checked_settings as _settings
 assert _settings({[*GRPO, "--ext.run_dir", "no-such-run"]!r}) is not None
 heavy = {{"ray", "vllm", "deepspeed", "torch", "transformers", "openrlhf.utils"}} & set(sys.modules)
 sys.exit(f"imported {{heavy}}" if heavy else 0)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from openrlhf_ext.adapters import cpu_platform, launch
 from openrlhf_ext.checks import read_prompt_files
-from openrlhf_ext.cli.train_ppo_ray import _settings
+from openrlhf_ext.cli.train_ppo_ray import checked_settings
 from openrlhf_ext.settings import Settings
 from openrlhf_ext.supervisor import supervise
 
@@ -23,7 +23,7 @@ from openrlhf_ext.supervisor import supervise
 def read(folder: Path, common: list[str], config: str, flags: list[str]) -> Settings:
     """The checked settings of one configuration, as the command line reads them."""
     run_dir = ["--ext.run_dir", str(folder / config)]
-    settings = _settings(["--config", f"configs/cpu/{config}.yaml", *common, *run_dir, *flags])
+    settings = checked_settings(["--config", f"configs/cpu/{config}.yaml", *common, *run_dir, *flags])
     assert settings is not None
     return settings
 

@@ -7,7 +7,7 @@ from openrlhf_ext.rewards.countdown import reward_func
 from openrlhf_ext.tasks.countdown import MAX_RESPONSE_CHARS, Grade, grade, parse_label
 from openrlhf_ext.tasks.countdown_data import (
     EVAL_MIX,
-    TRAIN_MIX,
+    TRAIN_MIXES,
     UNREACHABLE,
     draw_puzzle,
     generate_puzzles,
@@ -133,27 +133,27 @@ def test_every_generated_solution_is_graded_right():
 def test_evaluation_has_no_unreachable_puzzle_and_unreachable_ones_are_so():
     evaluation = generate_puzzles(200, 0, EVAL_MIX, held_out=True)
     assert all(is_solvable(p.numbers, p.target) for p in evaluation)
-    training = generate_puzzles(2000, 0, TRAIN_MIX)
+    training = generate_puzzles(2000, 0, TRAIN_MIXES["even"])
     unreachable = [p for p in training if p.datasource == UNREACHABLE]
     assert len(unreachable) == 200  # a tenth
     assert not any(is_solvable(p.numbers, p.target) for p in unreachable)
 
 
 def test_puzzles_are_distinct_up_to_order_and_disjoint_for_any_two_seeds():
-    training = {p.key for p in generate_puzzles(2000, 0, TRAIN_MIX)}
+    training = {p.key for p in generate_puzzles(2000, 0, TRAIN_MIXES["even"])}
     evaluation = {p.key for p in generate_puzzles(200, 17, EVAL_MIX, held_out=True)}
     assert (len(training), len(evaluation)) == (2000, 200)
     assert not training & evaluation
 
 
 def test_the_seed_decides_the_puzzles():
-    assert generate_puzzles(100, 3, TRAIN_MIX) == generate_puzzles(100, 3, TRAIN_MIX)
-    assert generate_puzzles(100, 3, TRAIN_MIX) != generate_puzzles(100, 4, TRAIN_MIX)
+    assert generate_puzzles(100, 3, TRAIN_MIXES["even"]) == generate_puzzles(100, 3, TRAIN_MIXES["even"])
+    assert generate_puzzles(100, 3, TRAIN_MIXES["even"]) != generate_puzzles(100, 4, TRAIN_MIXES["even"])
 
 
 def test_drawn_targets_stay_in_range():
     rng = random.Random(0)
-    puzzles = [draw_puzzle(rng, datasource) for datasource in TRAIN_MIX for _ in range(300)]
+    puzzles = [draw_puzzle(rng, datasource) for datasource in TRAIN_MIXES["even"] for _ in range(300)]
     assert all(1 <= p.target <= 99 for p in puzzles)
     assert max(len(p.solution) for p in puzzles) <= 16
 
@@ -162,7 +162,7 @@ def test_more_puzzles_than_exist_is_an_error_that_says_how_many_there_are():
     with pytest.raises(
         ValueError, match=r"fewer than 1800 distinct countdown-2 puzzles \(found \d+\). Ask for at most"
     ):
-        generate_puzzles(9000, 0, TRAIN_MIX)
+        generate_puzzles(9000, 0, TRAIN_MIXES["even"])
 
 
 def test_shares_must_sum_to_one():

@@ -1,0 +1,1 @@
+"""What a benchmark suite shows: outcomes of its runs, compared at equal rollouts and seed by seed."""
