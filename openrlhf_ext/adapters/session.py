@@ -22,6 +22,7 @@ from collections.abc import Mapping
 
 import ray
 
+from openrlhf_ext.adapters.actors import PolicyActor
 from openrlhf_ext.adapters.placement import create_engines, create_models, quiet_strategy
 from openrlhf_ext.adapters.trainer import Trainer
 from openrlhf_ext.prompts import PromptFile
@@ -39,9 +40,13 @@ class Session:
     """
 
     def __init__(self, settings: Settings, *, stock: bool = False) -> None:
-        self._trainer = Trainer
+        self._trainer, actor = Trainer, PolicyActor
+        if stock:
+            from openrlhf_ext.adapters.stock_trainer import StockActor, StockTrainer
+
+            self._trainer, actor = StockTrainer, StockActor
         args = quiet_strategy(settings).args
-        self._models = create_models(args)
+        self._models = create_models(args, actor)
         self._engines = create_engines(args, settings.ext, self._models.shared)
         self._used = False
 

@@ -32,13 +32,17 @@ def seeded_ray(monkeypatch: pytest.MonkeyPatch) -> SeededRay:
     return fake
 
 
-def generator_for(*engines: Engine, deadline_s=60.0, on_invalid="drop_group", log_probs=True, sleeps=False, **more):
+def generator_for(
+    *engines: Engine, deadline_s=60.0, on_invalid="drop_group", log_probs=True, seed=None, sleeps=False, **more
+):
     ext = ExtConfig(
         run_dir="unused",
-        rollout=RolloutConfig(deadline_s=deadline_s, log_probs=log_probs),
+        rollout=RolloutConfig(deadline_s=deadline_s, log_probs=log_probs, seed_requests=seed is not None),
         reward=RewardConfig(on_invalid=on_invalid),
     )
-    return GroupGenerator(EnginePool(engines, sleeps=sleeps), upstream_args(), ext, temperature=0.5, **more)
+    args = upstream_args()
+    args.train.seed = seed
+    return GroupGenerator(EnginePool(engines, sleeps=sleeps), args, ext, temperature=0.5, **more)
 
 
 def requests_for(count: int, num_rollouts: int = N) -> list[RolloutRequest]:
@@ -97,8 +101,26 @@ def test_an_engine_gets_the_prompt_its_label_and_the_sampling_settings() -> None
             "max_length": MAX_LENGTH,
             "num_rollouts": N,
             "deadline_s": 60.0,
+            "seed": None,
         }
     ]
+
+
+def test_a_seeded_request_draws_the_same_whatever_came_before_and_never_as_another() -> None:
+    def seeds(versions: list[int], stream: str = "train", seed: int = 1) -> list[int]:
+        engine = Engine()
+        generator = generator_for(engine, stream=stream, seed=seed)
+        for version in versions:
+            generator.policy_version = version
+            generator.generate(requests_for(2))
+        return [call["seed"] for call in engine.calls]
+
+    first = seeds([0, 0, 1])
+    assert first == seeds([0, 0, 1])
+    assert seeds([1]) == first[4:], "the seeds of a version do not depend on the requests of earlier ones"
+    every = [*first, *seeds([0], stream="eval"), *seeds([0], seed=2)]
+    # A group takes as many numbers as it has rollouts.
+    assert len({seed + i for seed in every for i in range(N)}) == len(every) * N
 
 
 def test_no_request_reaches_no_engine() -> None:

@@ -22,7 +22,7 @@ from openrlhf_ext.settings import resolve
 
 pytestmark = pytest.mark.contract
 
-CONFIG_FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+CONFIG_FILES = sorted((Path(__file__).parents[2] / "configs").glob("cpu/*.yaml"))
 GRPO = [
     *("--actor.model_name_or_path", "organization/model", "--data.prompt_dataset", "organization/data"),
     *("--reward.remote_url", "http://localhost:5000", "--vllm.num_engines", "1"),
