@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from openrlhf_ext.config import ExtConfig
+from openrlhf_ext.config import ExtConfig, PoolConfig
 from openrlhf_ext.prompts import PromptFile, read_prompts
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.settings import Settings, looks_local
@@ -219,6 +219,8 @@ def _check_fill(args: SimpleNamespace, ext: ExtConfig) -> None:
 def _check_pilot(args: SimpleNamespace, ext: ExtConfig) -> None:
     pilot = ext.pilot
     if pilot is None:
+        if ext.pool != PoolConfig():
+            raise ValueError("--ext.pool needs --ext.pilot: only pilots say which prompts are solved; remove --ext.pool")
         return
     size = args.rollout.n_samples_per_prompt
     n_pilot = pilot.pilots_per_prompt(size)

@@ -169,6 +169,13 @@ def test_one_rollout_is_enough_without_groups(tmp_path: Path) -> None:
     check(settings(tmp_path, one))
 
 
+def test_a_prompt_pool_that_nothing_reports_to_is_refused(tmp_path: Path) -> None:
+    pool = PoolConfig(exclude_epochs=2)
+    check(settings(tmp_path, {}, pilot=PilotConfig(), pool=pool))
+    with pytest.raises(ValueError, match="--ext.pool needs --ext.pilot"):
+        check(settings(tmp_path, {}, pool=pool))
+
+
 def test_pilots_of_a_quarter_of_a_group_pass(tmp_path: Path) -> None:
     check(settings(tmp_path, {}, pilot=PilotConfig(), mopps=MoppsConfig()))
     check(settings(tmp_path, {}, pilot=PilotConfig(n_pilot=8, commit_only=True), groups=GroupsConfig("drop")))
