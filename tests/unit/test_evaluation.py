@@ -3,7 +3,14 @@ import math
 import pytest
 from test_groups import make_group
 
-from openrlhf_ext.evaluation import accuracy_by_prompt, accuracy_over_rollouts, evaluate_groups, paired_gain, pass_at_k
+from openrlhf_ext.evaluation import (
+    accuracy_by_prompt,
+    accuracy_over_rollouts,
+    aes,
+    evaluate_groups,
+    paired_gain,
+    pass_at_k,
+)
 
 
 def test_pass_at_k_oracle():
@@ -56,3 +63,28 @@ def test_runs_are_compared_at_equal_rollouts_up_to_the_shortest() -> None:
     first, second = {0: 0.2, 100: 0.4}, {0: 0.4, 100: 0.8, 400: 0.9}
     found = accuracy_over_rollouts([first, second], 3)
     assert found.round(9).tolist() == [[0, 50, 100], [0.2, 0.3, 0.4], [0.4, 0.6, 0.8]]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "length", "expected"),
+    [
+        (0.55, 800, 0.5),  # 0.2 shorter + 3 x 0.1
+        (0.45, 800, -0.3),  # 0.2 shorter - 5 x 0.1
+        (0.5, 1200, -0.2),
+        (0.5, 1000, 0.0),
+    ],
+)
+def test_aes_rewards_shorter_and_better_and_punishes_worse_more(
+    accuracy: float, length: float, expected: float
+) -> None:
+    assert aes(accuracy, length, 0.5, 1000) == pytest.approx(expected)
+
+
+def test_aes_takes_other_constants() -> None:
+    assert aes(0.45, 800, 0.5, 1000, alpha=0.1, beta=0.1, gamma=1.0) == pytest.approx(0.02 - 0.1)
+
+
+@pytest.mark.parametrize("base", [(0.0, 1000), (0.5, 0.0)])
+def test_aes_needs_a_base_to_be_relative_to(base: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="base with accuracy and length above 0"):
+        aes(0.5, 1000, *base)

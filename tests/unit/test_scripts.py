@@ -231,7 +231,7 @@ def test_setup_and_requirements_agree() -> None:
     pinned = pins("requirements-cpu.txt")
     setup = (ROOT / "setup.py").read_text()
     exact = dict(PIN.findall(re.sub(r"\[\w+\]==", "==", setup)))
-    assert exact == {name: pinned[name] for name in ("openrlhf", "reasoning-gym")}
+    assert exact == {name: pinned[name] for name in ("openrlhf", "reasoning-gym", "math-verify")}
     listed = re.findall(r'(?:install_requires=|"test": )(\[.*\])', setup)
     assert len(listed) == 2
     assert set(re.findall(r'"([\w-]+)"', "".join(listed))) <= pinned.keys()
