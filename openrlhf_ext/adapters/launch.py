@@ -6,12 +6,10 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
@@ -61,12 +59,11 @@ def _train_all(runs: Iterator[Run], started: float) -> int:
         os.environ.update(cpu_platform.process_env())
         cpu_platform.install()
 
-    # The imports take longer than Ray's start and mostly wait for neither.
-    imports = threading.Thread(target=import_module, args=("openrlhf_ext.adapters.session",))
-    imports.start()
+    # Before any thread of ours: Ray forks, and a child that inherits a lock which an import holds waits for ever.
     _start_ray(first.settings)
     logger.info("Ray is up after %.1f s", time.time() - started)
-    imports.join()
+    from openrlhf_ext.adapters.session import Session
+
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("openrlhf."):  # upstream sets each of its loggers to DEBUG; the progress bar says it better
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -75,8 +72,6 @@ def _train_all(runs: Iterator[Run], started: float) -> int:
 
     one = first
     try:
-        from openrlhf_ext.adapters.session import Session
-
         session = Session(first.settings, stock=first.stock)
         for one in chain([first], runs):
             session.train(one.settings, one.files, started)

@@ -63,7 +63,8 @@ def test_what_the_suite_does_not_have_cannot_be_chosen(task: Path, argv, message
 
 def test_every_run_is_checked_before_the_first_one_starts(task: Path, capsys) -> None:
     suite = task / "suite.yaml"
-    suite.write_text(suite.read_text().replace("methods: {", f"methods: {{bad: {{config: {GRPO}, flags: {{x.y: 1}}}}, "))
+    bad = f"methods: {{bad: {{config: {GRPO}, flags: {{x.y: 1}}}}, "
+    suite.write_text(suite.read_text().replace("methods: {", bad))
     assert call(task) == 2
     assert "x.y" in capsys.readouterr().err
     assert not (task / "out").exists()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -64,8 +65,12 @@ class SuiteCommand:
         try:
             return self.process.wait(500)
         except subprocess.TimeoutExpired:
-            self.process.terminate()
-            raise AssertionError(self.output[-4000:]) from None
+            self.fail()
+
+    def fail(self) -> NoReturn:
+        self.process.terminate()
+        self.process.wait()
+        raise AssertionError(self.output[-4000:])
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +83,11 @@ def interrupted(countdown: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     (folder / "suite.yaml").write_text(SUITE.format(task=countdown, folder=folder))
     command = SuiteCommand(folder)
     second = folder / "out" / "runs" / "popo-lr0.001-seed1" / "metrics.jsonl"
-    give_up = time.monotonic() + 400
+    give_up = time.monotonic() + 500
     while not second.exists() and command.process.poll() is None and time.monotonic() < give_up:
         time.sleep(0.2)
-    assert second.exists(), command.output[-4000:]
+    if not second.exists():
+        command.fail()
     started = psutil.Process(command.process.pid).children(recursive=True)
     command.process.send_signal(signal.SIGTERM)
     code = command.wait()
