@@ -1,0 +1,69 @@
+"""What the actors and a step say of themselves for the diagnostics: distance moved, entropy, rows by origin, ports."""
+
+from __future__ import annotations
+
+import math
+import socket
+
+import pytest
+import torch
+from fakes import policy_actor
+from openrlhf.trainer.ppo_utils.experience import Experience
+from recorded import upstream_args
+
+from openrlhf_ext.adapters import actors
+from openrlhf_ext.adapters.actors import CriticActor, PolicyActor, ReferenceActor, SafePort
+from openrlhf_ext.adapters.batch_composer import Batch
+from openrlhf_ext.adapters.step_report import row_metrics
+from openrlhf_ext.types import Prompt, Rollout, RolloutGroup
+
+
+def test_the_distance_is_the_norm_of_the_difference_to_the_start(one_rank_world: None) -> None:
+    args = upstream_args()
+    actor = policy_actor(args)
+    weights = actor._engine.module.logits.data
+    weights.zero_()
+    weights[0, 0] = 2.0
+    actor._start = actor._weights()
+    assert actor.distance_from_start() == {"policy/distance": 0.0, "policy/distance_relative": 0.0}
+    weights[0, 0], weights[1, 1] = -1.0, 4.0
+    assert actor.distance_from_start() == {"policy/distance": 5.0, "policy/distance_relative": 2.5}
+
+
+def test_the_entropy_is_the_mean_surprise_of_sampled_tokens() -> None:
+    def row(log_probs: list[float], mask: list[int]) -> Experience:
+        return Experience(
+            action_log_probs=torch.tensor([log_probs]), action_mask=torch.tensor([mask]), truncated=torch.tensor([0.0])
+        )
+
+    rows = [row([math.log(0.5), math.log(0.25)], [1, 1]), row([math.log(0.125), -99.0], [1, 0])]
+    assert row_metrics(rows)["rollout/entropy_mean"] == pytest.approx((1 + 2 + 3) * math.log(2) / 3)
+
+
+def test_shares_of_rows_by_origin_sum_to_one() -> None:
+    rollouts = tuple(Rollout(0.0, 0.0, 1, None) for _ in range(4))
+    filled = RolloutGroup("g", Prompt("p", "text", ""), rollouts, 0)
+    batch = Batch(fresh=[None] * 10, replayed=[None] * 6, replayed_groups=[filled])
+    assert batch.shares() == {"rows/share_fresh": 10 / 16, "rows/share_filled": 4 / 16, "rows/share_replayed": 2 / 16}
+
+
+@pytest.mark.parametrize("actor", [PolicyActor, CriticActor, ReferenceActor])
+def test_rendezvous_ports_are_below_those_that_the_system_gives_to_others(actor) -> None:
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first_of_system = int(file.read().split()[0])
+    ports = {actor._get_free_port() for _ in range(20)}
+    assert max(ports) < first_of_system
+    assert len(ports) > 10, "two runs that start together should not pick the same"
+
+
+def test_a_port_in_use_is_not_taken(monkeypatch) -> None:
+    with socket.socket() as taken, socket.socket() as free:
+        taken.bind(("", 0))
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+        free.close()
+        monkeypatch.setattr(actors, "_OWN_PORTS", [taken.getsockname()[1], port])
+        assert {SafePort._get_free_port() for _ in range(8)} == {port}
+        monkeypatch.setattr(actors, "_OWN_PORTS", range(taken.getsockname()[1], taken.getsockname()[1] + 1))
+        with pytest.raises(RuntimeError, match="no free port from"):
+            SafePort._get_free_port()
