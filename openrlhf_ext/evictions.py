@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 
 class EvictionCounter:
@@ -36,3 +38,9 @@ class EvictionCounter:
         evicted, self._evicted = self._evicted, Counter()
         self._num_pushed = num_stored
         return evicted
+
+    def state_dict(self) -> dict[str, object]:
+        return {"num_pushed": self._num_pushed, "evicted": dict(self._evicted)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._num_pushed, self._evicted = state["num_pushed"], Counter(state["evicted"])

@@ -7,12 +7,13 @@ the newest, as long as the optional limits on age and on uses allow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from openrlhf_ext.checkpoint.group_codec import groups_from_state, groups_to_state
 from openrlhf_ext.evictions import EvictionCounter
 from openrlhf_ext.stored_row import StoredRow, num_bytes
 from openrlhf_ext.types import RolloutGroup
@@ -72,6 +73,9 @@ class GroupBuffer:
                 self._evict(key, "same_key")
             self._entries[key] = _Entry(group, size)
             self._num_bytes += size
+        self._evict_beyond_limits()
+
+    def _evict_beyond_limits(self) -> None:
         while len(self._entries) > self._capacity:
             self._evict(next(iter(self._entries)), "capacity")
         while self._num_bytes > self._max_bytes:
@@ -111,3 +115,21 @@ class GroupBuffer:
             "group_buffer/uses_max": max(uses),
             **{f"group_buffer/num_evicted_{reason}": evicted[reason] for reason in EVICTIONS},
         }
+
+    def state_dict(self) -> dict[str, object]:
+        """Copies of everything stored, and what is counted."""
+        return {
+            "groups": groups_to_state(self.groups),
+            "num_uses": [entry.num_uses for entry in self._entries.values()],
+            "counter": self._counter.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the saved buffer was; beyond this buffer's capacity and bytes the oldest are evicted."""
+        self._entries, self._num_bytes = {}, 0
+        for group, num_uses in zip(groups_from_state(state["groups"]), state["num_uses"], strict=True):
+            size = num_bytes(rollout.payload for rollout in group.rollouts)
+            self._entries[group.prompt.prompt_id, group.policy_version] = _Entry(group, size, num_uses)
+            self._num_bytes += size
+        self._counter.load_state_dict(state["counter"])
+        self._evict_beyond_limits()

@@ -22,8 +22,9 @@ answers, or uniform. Eviction may be by capacity only, or never.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -137,3 +138,18 @@ class RolloutReplay:
                 "rollout_replay/positive_frac": float((advantages > 0).mean()),
             }
         return metrics
+
+    def state_dict(self) -> dict[str, object]:
+        """With the generator's state, and without the throttle's."""
+        return {
+            "buffer": self.buffer.state_dict(),
+            "num_steps": self.num_steps,
+            "version": self._version,
+            "rng": self._rng.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError; see `RolloutBuffer.load_state_dict`."""
+        self.buffer.load_state_dict(state["buffer"])
+        self.num_steps, self._version = state["num_steps"], state["version"]
+        self._rng.bit_generator.state = state["rng"]

@@ -5,8 +5,8 @@ Advantage and behavior log-probabilities stay as they were when the rollout was 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Literal, get_args
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -21,6 +21,9 @@ EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
 
 # Above zero, which means gone, and far from overflow when an exponential variate is divided by it.
 _MIN_WEIGHT = 1e-30
+
+_KEPT = ("granularity", "priority", "alpha", "eps", "eviction", "max_age", "rare_max_age")
+"""Settings whose effect a rollout keeps from its push on."""
 
 
 def unit_weights(scored: Sequence[ScoredGroup[P]], config: ReplayConfig) -> np.ndarray:
@@ -106,10 +109,7 @@ class RolloutBuffer:
                 weights = unit_weights(part, config)
                 self._segments.append(Segment(part, weights, by_group=self._by_group, max_age=age))
                 self._counter.pushed(len(self._segments[-1].rewards))
-        if config.eviction != "none":
-            self._evict_oldest(len(self) - config.capacity)
-        while self.num_bytes > config.max_gib * 2**30:
-            self._evict(self._segments.pop(0), True, "bytes")
+        self._evict_beyond_limits()
 
     def evict_stale(self, version: int) -> None:
         """Evict what is too old or used up at policy version ``version``; to be called before every draw.
@@ -165,6 +165,12 @@ class RolloutBuffer:
         self._counter.evicted(reason, int(segment.sizes[units].sum()))
         segment.weights[units] = 0
 
+    def _evict_beyond_limits(self) -> None:
+        if self._config.eviction != "none":
+            self._evict_oldest(len(self) - self._config.capacity)
+        while self.num_bytes > self._config.max_gib * 2**30:
+            self._evict(self._segments.pop(0), True, "bytes")
+
     def _evict_oldest(self, num_rollouts: int) -> None:
         for segment in self._segments:
             if num_rollouts <= 0:
@@ -212,6 +218,33 @@ class RolloutBuffer:
             **_distribution("rollout_buffer/uses", uses),
             **{f"rollout_buffer/num_evicted_{reason}": evicted[reason] for reason in EVICTIONS},
         }
+
+    # -- checkpoints --
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything stored, the segments' unchanging parts without a copy, and what is counted."""
+        return {
+            "settings": {name: getattr(self._config, name) for name in _KEPT},
+            "segments": [segment.state_dict() for segment in self._segments],
+            "counter": self._counter.state_dict(),
+            "draw_ess_frac": self._draw_ess_frac,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the saved buffer was; beyond this buffer's capacity and bytes the oldest are evicted.
+
+        Raises ValueError where the stored rollouts were weighed, or limited in age, by other settings.
+        """
+        for name, saved in state["settings"].items():
+            if saved != getattr(self._config, name):
+                raise ValueError(
+                    f"the checkpoint was made with --ext.replay.{name} {saved}, this run has "
+                    f"{getattr(self._config, name)}; resume with the same value, or start in a new --ext.run_dir"
+                )
+        self._segments = [Segment.from_state_dict(segment) for segment in state["segments"]]
+        self._counter.load_state_dict(state["counter"])
+        self._draw_ess_frac = state["draw_ess_frac"]
+        self._evict_beyond_limits()
 
 
 def _distribution(name: str, parts: list[np.ndarray]) -> dict[str, float]:

@@ -7,12 +7,14 @@ and ``uses`` ever change, so that a checkpoint can write a segment once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 
+from openrlhf_ext.checkpoint.group_codec import prompts_from_state, prompts_to_state
+from openrlhf_ext.checkpoint.state_tree import Immutable
 from openrlhf_ext.stored_row import StoredRow
 from openrlhf_ext.types import P, Prompt, Rollout, RolloutGroup
 
@@ -59,6 +61,14 @@ class DrawnRollout:
     sigma: float
     weight: float
     """Factor of the advantage that corrects for the draw's priorities (PER); 1 where that is off."""
+
+
+_FIXED = (
+    *("max_age", "first_row", "group_ids", "births", "sigmas", "group", "advantages", "rewards", "accuracies"),
+    *("num_tokens", "truncated", "info", "images", "image", "first_token", "first_action", "tokens", "masks"),
+    *("log_probs", "gaps"),
+)
+"""Fields of a segment that never change, beside its prompts."""
 
 
 class Segment:
@@ -108,6 +118,7 @@ class Segment:
         self.log_probs = np.concatenate([row.behavior_log_probs for row in rows])
         gaps = [row.engine_gap for row in rows if row.engine_gap is not None]
         self.gaps = np.concatenate(gaps) if len(gaps) == len(rows) else None
+        self._fixed: Immutable | None = None
         self._count_bytes()
 
     def _count_bytes(self) -> None:
@@ -116,6 +127,25 @@ class Segment:
         tokens = (self.tokens, self.masks, self.log_probs, self.gaps)
         self.bookkeeping_bytes = self.num_bytes - sum(array.nbytes for array in tokens if array is not None)
         self.num_bytes += sum(tensor.nbytes for image in self.images for tensor in image.values())
+
+    def state_dict(self) -> dict[str, object]:
+        """What never changes, as the same `Immutable` each time, and copies of the rest."""
+        if self._fixed is None:
+            fixed = {name: getattr(self, name) for name in _FIXED}
+            self._fixed = Immutable({**fixed, "prompts": prompts_to_state(self.prompts)})
+        return {"fixed": self._fixed, "weights": self.weights.copy(), "uses": self.uses.copy()}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Segment:
+        """The segment that was saved. It takes over the state's arrays."""
+        segment = cls.__new__(cls)
+        segment.weights, segment.uses, segment._fixed = state["weights"], state["uses"], state["fixed"]
+        fixed = state["fixed"].tree
+        for name in _FIXED:
+            setattr(segment, name, fixed[name])
+        segment.prompts = prompts_from_state(fixed["prompts"])
+        segment._count_bytes()
+        return segment
 
     @property
     def sizes(self) -> np.ndarray:

@@ -8,12 +8,13 @@ its advantages are computed anew, and the old success counts as on-policy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 
+from openrlhf_ext.checkpoint.group_codec import rollouts_from_state, rollouts_to_state
 from openrlhf_ext.config import SuccessReplayConfig
 from openrlhf_ext.stored_row import StoredRow, num_bytes
 from openrlhf_ext.types import P, Prompt, Rollout, RolloutGroup
@@ -79,11 +80,8 @@ class SuccessReplay(Generic[P]):
         """
         for group in groups:
             for rollout in self._successes(group):
-                self._push(
-                    _Success(group.prompt.prompt_id, group.policy_version, rollout, num_bytes([rollout.payload]))
-                )
-        while self._num_bytes > self._config.max_gib * 2**30:
-            self._drop_oldest(self._stored[next(iter(self._stored))].prompt_id)
+                self._push(group.prompt.prompt_id, group.policy_version, rollout)
+        self._drop_beyond_max_gib()
 
     def has_success(self, group: RolloutGroup[P]) -> bool:
         """Whether `store` takes anything of a group."""
@@ -92,7 +90,8 @@ class SuccessReplay(Generic[P]):
     def _successes(self, group: RolloutGroup) -> list[Rollout]:
         return [rollout for rollout in group.rollouts if rollout.accuracy >= self._correct_at]
 
-    def _push(self, success: _Success) -> None:
+    def _push(self, prompt_id: str, policy_version: int, rollout: Rollout[StoredRow]) -> None:
+        success = _Success(prompt_id, policy_version, rollout, num_bytes([rollout.payload]))
         numbers = self._by_prompt.setdefault(success.prompt_id, deque())
         numbers.append(self._num_pushed)
         self._stored[self._num_pushed] = success
@@ -100,6 +99,10 @@ class SuccessReplay(Generic[P]):
         self._num_bytes += success.num_bytes
         if len(numbers) > self._config.capacity:
             self._drop_oldest(success.prompt_id)
+
+    def _drop_beyond_max_gib(self) -> None:
+        while self._num_bytes > self._config.max_gib * 2**30:
+            self._drop_oldest(self._stored[next(iter(self._stored))].prompt_id)
 
     def _drop_oldest(self, prompt_id: str) -> None:
         numbers = self._by_prompt[prompt_id]
@@ -114,3 +117,22 @@ class SuccessReplay(Generic[P]):
             "success_replay/num_prompts": len(self._by_prompt),
             "success_replay/num_bytes": self._num_bytes,
         }
+
+    def state_dict(self) -> dict[str, object]:
+        """Copies of the successes, the oldest first, and the generator's state."""
+        stored = self._stored.values()
+        return {
+            "prompt_ids": [success.prompt_id for success in stored],
+            "policy_versions": [success.policy_version for success in stored],
+            "rollouts": rollouts_to_state([success.rollout for success in stored]),
+            "rng": self._rng.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the saved queues were; beyond this one's capacity and bytes the oldest go."""
+        self._stored, self._by_prompt, self._num_bytes = {}, {}, 0
+        columns = (state["prompt_ids"], state["policy_versions"], rollouts_from_state(state["rollouts"]))
+        for prompt_id, policy_version, rollout in zip(*columns, strict=True):
+            self._push(prompt_id, policy_version, rollout)
+        self._drop_beyond_max_gib()
+        self._rng.bit_generator.state = state["rng"]

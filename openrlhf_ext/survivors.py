@@ -8,10 +8,10 @@ the caller counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Generic, Literal
+from typing import Any, Generic, Literal
 
 import numpy as np
 
@@ -108,3 +108,37 @@ class SurvivorBuffer(Generic[P]):
         removed = [survivor for slot, survivor in enumerate(self.waiting) if slot in slots]
         self.waiting = [survivor for slot, survivor in enumerate(self.waiting) if slot not in slots]
         return removed
+
+    def state_dict(self, encode: Callable[[Sequence[RolloutGroup[P]]], object]) -> dict[str, object]:
+        """Everything that waits, the pilots as ``encode`` makes a state of them, and the generator's state."""
+        return {
+            "pilots": encode([survivor.pilot for survivor in self.waiting]),
+            "index": [survivor.index for survivor in self.waiting],
+            "num_correct": [survivor.num_correct for survivor in self.waiting],
+            "num_pilots": [survivor.num_pilots for survivor in self.waiting],
+            "rng": self.rng.bit_generator.state,
+        }
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        decode: Callable[[Any], Sequence[RolloutGroup[P]]],
+        *,
+        pilots_per_group: int,
+    ) -> None:
+        """Go on where the saved buffer was.
+
+        Raises ValueError if a prompt waits with another number of pilots than ``pilots_per_group``: its trained group
+        would have another size than the others.
+        """
+        columns = (state["index"], decode(state["pilots"]), state["num_correct"], state["num_pilots"])
+        waiting = [Survivor(*values) for values in zip(*columns, strict=True)]
+        for survivor in waiting:
+            if len(survivor.pilot.rollouts) != pilots_per_group:
+                raise ValueError(
+                    f"in the checkpoint prompt {survivor.pilot.prompt.prompt_id} waits with "
+                    f"{len(survivor.pilot.rollouts)} pilots to train, this run trains {pilots_per_group}; resume with "
+                    "the same --ext.pilot.n_pilot (and n_effective, commit_only), or start in a new --ext.run_dir"
+                )
+        self.waiting = waiting
+        self.rng.bit_generator.state = state["rng"]

@@ -6,6 +6,9 @@ the fresh ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from openrlhf_ext.config import ThrottleConfig
 
 
@@ -49,3 +52,11 @@ class ReplayThrottle:
             "throttle/share": self.share,
             **{f"throttle/exceeded_{name}": float(exceeded) for name, exceeded in self._exceeded.items()},
         }
+
+    def state_dict(self) -> dict[str, object]:
+        return {"share": self.share, "exceeded": self._exceeded.copy()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Limits that were not set are not exceeded, and the share is at least this configuration's smallest."""
+        self.share = max(self._config.min_share, state["share"])
+        self._exceeded = {name: state["exceeded"].get(name, False) for name in self._exceeded}

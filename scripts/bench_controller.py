@@ -2,6 +2,7 @@
 
     python scripts/bench_controller.py filling [--prompts N] [--rollouts N] [--tokens N] [--json]
     python scripts/bench_controller.py replay [--stored N] [--draw N] [--insert N] [--tokens N] [--json]
+    python scripts/bench_controller.py checkpoint [--stored N ...] [--insert N] [--tokens N] [--folder DIR] [--json]
 
 filling: the group buffer and filling (POPO, arXiv 2606.01281), by the calls that the trainer makes in each step:
 
@@ -15,6 +16,9 @@ replay: the rollout buffer (APER, arXiv 2606.04560), full: insert, evict by age,
 the same of cpprb's PrioritizedReplayBuffer (pip install cpprb), which stores rows of one length, draws with
 replacement, and returns arrays instead of rollouts.
 
+checkpoint: a full rollout buffer, saved for the first time, saved again after one more step, and loaded. Files are
+flushed to the disk of the folder, and read from its cache.
+
 One thread; each size in a process of its own, so that its peak memory is its own. Steps are measured once the buffer
 is full. An eighth of the tokens are the prompt's. CPU time is what counts where other programs keep the machine busy.
 """
@@ -27,11 +31,13 @@ import os
 import platform
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -46,6 +52,7 @@ from openrlhf.trainer.ppo_utils.experience import (
 )
 
 from openrlhf_ext.adapters.replayed_rows import copy_sample, mark_rows, restore_samples, store_group, weigh_rows
+from openrlhf_ext.checkpoint import sidecar
 from openrlhf_ext.config import FillConfig, GroupsConfig, ReplayConfig
 from openrlhf_ext.filling import GroupFilling
 from openrlhf_ext.group_buffer import GroupBuffer
@@ -98,10 +105,28 @@ def main(argv: list[str] | None = None) -> int:
     replay.add_argument("--insert", type=int, default=8192, help="rollouts of a step (default %(default)s)")
     replay.add_argument("--tokens", type=int, default=64, help="tokens of a row (default %(default)s)")
     replay.add_argument("--steps", type=int, default=9, help="measured steps (default %(default)s)")
-    for section in (filling, replay):
+    checkpoint = sections.add_parser("checkpoint", help="saving and loading the rollout buffer")
+    checkpoint.add_argument(
+        "--stored",
+        type=int,
+        nargs="+",
+        default=[30_000, 1_000_000],
+        help="rollouts in the buffer (default %(default)s)",
+    )
+    checkpoint.add_argument("--insert", type=int, default=4096, help="rollouts of a step (default %(default)s)")
+    checkpoint.add_argument("--tokens", type=int, default=64, help="tokens of a row (default %(default)s)")
+    checkpoint.add_argument("--folder", help="where to write (default: the system's temporary folder)")
+    for section in (filling, replay, checkpoint):
         section.add_argument("--seed", type=int, default=0)
         section.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     args = parser.parse_args(argv)
+    if args.section == "checkpoint":
+        if args.insert < 8 or args.insert > min(args.stored) or args.tokens < 8:
+            parser.error("needs --insert >= 8 and at most --stored, --tokens >= 8")
+        cases = [ReplayCase(stored, 1, args.insert, args.tokens, 1, args.seed) for stored in args.stored]
+        result = bench_checkpoint(cases, args.folder)
+        print(json.dumps(result, indent=2) if args.json else checkpoint_report(result))
+        return 0
     if args.section == "replay":
         if (
             not 1 <= args.draw <= args.stored
@@ -386,6 +411,57 @@ def replay_report(result: dict) -> str:
             f"{'a rollout in all':<40}{ours['bytes_per_rollout']:8.1f} bytes",
         ]
     )
+
+
+# -- checkpoint --
+
+
+def bench_checkpoint(cases: list[ReplayCase], folder: str | None) -> dict:
+    sizes = [in_own_process(partial(measure_checkpoint, folder=folder), case) for case in cases]
+    return {"machine": machine(), "insert": cases[0].insert, "tokens": cases[0].tokens, "sizes": sizes}
+
+
+def measure_checkpoint(case: ReplayCase, *, folder: str | None) -> dict:
+    rng = np.random.default_rng(case.seed)
+    groups = replay_groups(case, rng)
+    num_versions = -(-case.stored // (8 * len(groups)))
+    config = ReplayConfig(max_age=num_versions, capacity=case.stored, max_gib=1024)
+    buffer = RolloutBuffer(config)
+    for version in range(num_versions):
+        buffer.push([replace(one, group=replace(one.group, policy_version=version)) for one in groups])
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=folder) as root:
+        with timed(seconds, "full save"):
+            full_bytes = sidecar.write(root, "full", buffer.state_dict())
+        buffer.push([replace(one, group=replace(one.group, policy_version=num_versions)) for one in groups])
+        with timed(seconds, "incremental save"):
+            incremental_bytes = sidecar.write(root, "incremental", buffer.state_dict())
+        with timed(seconds, "load"):
+            again = RolloutBuffer(config)
+            again.load_state_dict(sidecar.read(root, "incremental"))
+    return {
+        "stored": len(again),
+        "buffer_bytes": again.num_bytes,
+        "seconds": seconds,
+        "written_bytes": {"full save": full_bytes, "incremental save": incremental_bytes},
+    }
+
+
+def checkpoint_report(result: dict) -> str:
+    lines = [
+        result["machine"],
+        f"rollouts of {result['tokens']:,} tokens, {result['insert']:,} of them inserted in a step",
+        "",
+        f"{'rollouts':>12}{'buffer MiB':>12}  {'':<18}{'seconds':>9}{'CPU time':>10}{'MiB':>10}",
+    ]
+    for size in result["sizes"]:
+        for phase in ("full save", "incremental save", "load"):
+            written = size["written_bytes"].get(phase)
+            lines.append(
+                f"{size['stored']:12,}{mib(size['buffer_bytes']):12,.1f}  {phase:<18}{size['seconds'][phase]:9.2f}"
+                f"{size['seconds']['cpu_' + phase]:10.2f}" + ("" if written is None else f"{mib(written):10,.2f}")
+            )
+    return "\n".join(lines)
 
 
 # -- stand-ins --

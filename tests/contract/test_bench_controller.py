@@ -85,3 +85,20 @@ def test_a_full_rollout_buffer_is_measured_within_its_bytes(
     for phase in ("insert", "evict", "draw", "metrics"):
         assert f"\nours: {phase}" in table
     assert "\ncpprb" in table
+
+
+def test_a_second_save_writes_one_step_and_the_load_has_every_rollout(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    size = ["--stored", "512", "1024", "--insert", "64", "--tokens", "64", "--folder", str(tmp_path)]
+    assert script.main(["checkpoint", *size, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [one["stored"] for one in figures["sizes"]] == [512, 1024]
+    for one in figures["sizes"]:
+        written = one["written_bytes"]
+        # 64 tokens of 4 bytes, 63 mask entries of 1 byte, 56 log-probabilities of 4 bytes: 543 bytes a rollout.
+        assert written["full save"] > 543 * one["stored"]
+        assert 543 * 64 < written["incremental save"] < 543 * 256
+    table = script.checkpoint_report(figures)
+    assert table.count("full save") == table.count("incremental save") == table.count("load") - 1 == 2
+    assert not list(tmp_path.iterdir())
