@@ -6,6 +6,8 @@ left to its own checks, except where its message would be a traceback.
 
 from __future__ import annotations
 
+import logging
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +17,12 @@ from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.settings import Settings, looks_local
 from openrlhf_ext.survivors import PilotBounds
 
+logger = logging.getLogger(__name__)
+
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 """Advantage estimators whose baseline needs at least two rollouts of a prompt."""
+
+_WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
 def check(settings: Settings) -> None:
@@ -25,7 +31,9 @@ def check(settings: Settings) -> None:
     _check_required(args)
     _check_supported(args)
     _check_positive(settings)
+    _check_sampling(args)
     _check_batches(args)
+    _check_rounds(args, ext)
     _check_groups(args, ext)
     _check_fill(args, ext)
     _check_pilot(args, ext)
@@ -33,8 +41,11 @@ def check(settings: Settings) -> None:
     _check_success_replay(args, ext)
     _check_throttle(ext)
     _check_lengths(args)
+    _check_schedule(args, ext)
     _check_template(args)
+    _check_mixture(args)
     _check_evaluation(args, ext)
+    _check_checkpoints(args, ext)
     _check_files(args)
     _check_run_dir(args, ext)
 
@@ -121,10 +132,22 @@ def _check_positive(settings: Settings) -> None:
         "ds.ring_attn_size",
         "ds.tensor_parallel_size",
         "eval.n_samples_per_prompt",
+        "data.max_samples",
+        "ckpt.max_num",
     ):
         value = settings.flat[key]
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"--{key} must be at least 1, got {value}")
+
+
+def _check_sampling(args: SimpleNamespace) -> None:
+    for key, value, fits, range_ in (
+        ("rollout.temperature", args.rollout.temperature, args.rollout.temperature > 0, "above 0: logits are divided"),
+        ("eval.temperature", args.eval.temperature, args.eval.temperature >= 0, "at least 0, which is greedy"),
+        ("rollout.top_p", args.rollout.top_p, 0 < args.rollout.top_p <= 1, "above 0 and at most 1"),
+    ):
+        if not (math.isfinite(value) and fits):
+            raise ValueError(f"--{key} must be {range_}, got {value:g}; 1 is usual")
 
 
 def _check_batches(args: SimpleNamespace) -> None:
@@ -156,6 +179,19 @@ def _divisor(total: int, near: int) -> int:
     """The divisor of `total` closest to `near`, the larger of two."""
     divisors = [number for number in range(1, total + 1) if total % number == 0]
     return min(divisors, key=lambda number: (abs(number - near), -number))
+
+
+def _check_rounds(args: SimpleNamespace, ext: ExtConfig) -> None:
+    batch = args.rollout.batch_size
+    for name, part in (("dapo", ext.dapo), ("pilot", ext.pilot)):
+        if part is None:
+            continue
+        prompts = part.prompts_per_round or 3 * batch
+        if prompts * part.max_rounds < batch:
+            raise ValueError(
+                f"--ext.{name}.prompts_per_round {prompts} x --ext.{name}.max_rounds {part.max_rounds} is less than "
+                f"--rollout.batch_size {batch}, so that no batch could be full; raise one of them"
+            )
 
 
 def _check_groups(args: SimpleNamespace, ext: ExtConfig) -> None:
@@ -214,13 +250,30 @@ def _check_fill(args: SimpleNamespace, ext: ExtConfig) -> None:
             "--ext.fill.store all does not go with --algo.advantage.estimator gae, which normalizes advantages over "
             "groups that are stored but not trained; use another estimator or --ext.fill.store effective"
         )
+    batch, too_young = args.rollout.batch_size, (ext.fill.min_age - 1) * args.rollout.batch_size
+    if ext.fill.max_frac * batch < 1:
+        raise ValueError(
+            f"--ext.fill.max_frac {ext.fill.max_frac:g} of --rollout.batch_size {batch} groups is less than one, so "
+            "that nothing would be filled; raise it, or use --ext.fill null"
+        )
+    if ext.fill.capacity is not None and ext.fill.capacity <= too_young:
+        logger.warning(
+            "--ext.fill.capacity %d: after %d steps of informative groups alone the buffer holds only groups younger "
+            "than --ext.fill.min_age %d, which fill nothing; give more than %d, or null",
+            ext.fill.capacity,
+            ext.fill.min_age - 1,
+            ext.fill.min_age,
+            too_young,
+        )
 
 
 def _check_pilot(args: SimpleNamespace, ext: ExtConfig) -> None:
     pilot = ext.pilot
     if pilot is None:
         if ext.pool != PoolConfig():
-            raise ValueError("--ext.pool needs --ext.pilot: only pilots say which prompts are solved; remove --ext.pool")
+            raise ValueError(
+                "--ext.pool needs --ext.pilot: only pilots say which prompts are solved; remove --ext.pool"
+            )
         return
     size = args.rollout.n_samples_per_prompt
     n_pilot = pilot.pilots_per_prompt(size)
@@ -320,6 +373,42 @@ def _check_lengths(args: SimpleNamespace) -> None:
             f"--rollout.max_new_tokens must be in [1, {args.data.max_len - 1}] so that there is room for a prompt "
             f"(--data.max_len is {args.data.max_len}), got {args.rollout.max_new_tokens}"
         )
+    overlong = args.reward.overlong_buffer_len
+    if overlong is not None and not 0 < overlong <= (args.rollout.max_new_tokens or 0):
+        raise ValueError(
+            f"--reward.overlong_buffer_len {overlong:g} must be above 0 and at most --rollout.max_new_tokens, which "
+            f"is {args.rollout.max_new_tokens}; set that, or remove the penalty"
+        )
+    truncated = args.reward.stop_properly_penalty_coef
+    if truncated is not None and truncated > 1:
+        raise ValueError(
+            f"--reward.stop_properly_penalty_coef must be a factor up to 1, or a negative reward, got {truncated:g}"
+        )
+
+
+def _check_schedule(args: SimpleNamespace, ext: ExtConfig) -> None:
+    """What is counted in steps or rollouts must happen within the run, as far as its length is known here."""
+    for key, value in (("eval.steps", args.eval.steps), ("ckpt.save_steps", args.ckpt.save_steps)):
+        if value != -1 and value < 1:
+            raise ValueError(f"--{key} must be at least 1, or -1 for never, got {value}")
+    rollouts = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    if ext.max_rollouts is not None and ext.max_rollouts < rollouts:
+        raise ValueError(
+            f"--ext.max_rollouts {ext.max_rollouts} is less than one step of --rollout.batch_size "
+            f"{args.rollout.batch_size} x --rollout.n_samples_per_prompt {args.rollout.n_samples_per_prompt} = "
+            f"{rollouts} rollouts; raise it, or make the batch smaller"
+        )
+    if ext.max_steps is None:
+        return
+    for flag, value in (
+        ("--ext.replay.warmup_steps", ext.replay and ext.replay.warmup_steps),
+        ("--ext.fill.min_age", ext.fill and ext.fill.min_age),
+    ):
+        if value is not None and value >= ext.max_steps:
+            raise ValueError(
+                f"{flag} {value} is not over within the run of --ext.max_steps {ext.max_steps}, so that nothing would "
+                "be replayed; lower it, or train longer"
+            )
 
 
 def _check_template(args: SimpleNamespace) -> None:
@@ -341,8 +430,32 @@ def _check_template(args: SimpleNamespace) -> None:
         ) from None
 
 
+def _check_mixture(args: SimpleNamespace) -> None:
+    """The shares of several data sets; OpenRLHF's message would be an assertion without words."""
+    shares, names = args.data.prompt_probs, args.data.prompt_dataset.split(",")
+    if shares is None:
+        return
+    try:
+        values = [float(share) for share in shares.split(",")]
+    except ValueError:
+        values = []
+    if len(values) != len(names) or min(values) < 0 or not math.isclose(sum(values), 1.0, abs_tol=1e-8):
+        raise ValueError(
+            f"--data.prompt_probs {shares} must be one number for each of the {len(names)} data sets of "
+            "--data.prompt_dataset, separated by commas, with a sum of 1"
+        )
+
+
 def _check_evaluation(args: SimpleNamespace, ext: ExtConfig) -> None:
     if not args.eval.dataset:
+        for flag in ("every_rollouts", "final_samples"):
+            if getattr(ext.eval, flag) is not None:
+                raise ValueError(
+                    f"--ext.eval.{flag} {getattr(ext.eval, flag)} has nothing to evaluate; give --eval.dataset, or "
+                    "remove it"
+                )
+        if args.eval.steps != -1:
+            logger.warning("--eval.steps %d has nothing to evaluate without --eval.dataset", args.eval.steps)
         return
     samples, largest = args.eval.n_samples_per_prompt, max(ext.eval.pass_at)
     if max(samples, ext.eval.final_samples or 0) < largest:
@@ -350,6 +463,14 @@ def _check_evaluation(args: SimpleNamespace, ext: ExtConfig) -> None:
         raise ValueError(
             f"pass@{largest} needs at least {largest} samples, but --eval.n_samples_per_prompt is {samples}; set "
             f"--eval.n_samples_per_prompt {largest} or --ext.eval.pass_at {kept}"
+        )
+
+
+def _check_checkpoints(args: SimpleNamespace, ext: ExtConfig) -> None:
+    resumes = "--ext.resume auto" if ext.resume == "auto" else "--ckpt.load_enable" if args.ckpt.load_enable else None
+    if resumes and args.ckpt.disable_ds:
+        raise ValueError(
+            f"{resumes} goes on from checkpoints that --ckpt.disable_ds does not write; remove one of the two"
         )
 
 
@@ -376,14 +497,18 @@ def _check_files(args: SimpleNamespace) -> None:
                     f"--{key}: {path} has no config.json, so it is no model in the Hugging Face format; give the "
                     "folder that save_pretrained wrote"
                 )
+            if looks_local(name) and kind == "folder" and not any(file.suffix in _WEIGHTS for file in path.iterdir()):
+                raise ValueError(
+                    f"--{key}: {path} has no weights ({', '.join(_WEIGHTS)}); copy or download the model again"
+                )
 
 
 def _check_run_dir(args: SimpleNamespace, ext: ExtConfig) -> None:
     run_dir = Path(ext.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise ValueError(f"--ext.run_dir {run_dir} is a file; name a directory")
-    if (run_dir / "metrics.jsonl").exists() and not args.ckpt.load_enable:
+    if (run_dir / "metrics.jsonl").exists() and not args.ckpt.load_enable and ext.resume == "never":
         raise ValueError(
             f"--ext.run_dir {run_dir} already holds a run, which would be overwritten; give another directory, or "
-            "--ckpt.load_enable to continue that run"
+            "--ext.resume auto to go on with that run"
         )

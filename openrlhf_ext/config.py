@@ -639,6 +639,20 @@ class ExtConfig:
             unit="rollouts",
         ),
     )
+    resume: Literal["never", "auto"] = field(
+        default="never",
+        metadata=_meta(
+            "auto: go on from the newest complete checkpoint, if there is one, and save when the run ends or is asked "
+            "to stop; never: refuse a run_dir that holds a run (OpenRLHF's ckpt.load_enable goes on, too)"
+        ),
+    )
+    stop_deadline_s: float = field(
+        default=20.0,
+        metadata=_meta(
+            "after SIGTERM or SIGUSR1, time for the train step to end and be saved, before it is abandoned",
+            unit="seconds",
+        ),
+    )
     groups: GroupsConfig | None = field(
         default=None, metadata=_meta("effective groups; null = OpenRLHF's own behavior for groups without variance")
     )
@@ -671,5 +685,6 @@ class ExtConfig:
             raise ConfigError("ext.run_dir", "is empty; name a directory, for example runs/first")
         if self.max_steps is not None:
             _at_least("ext.max_steps", self.max_steps, 1, "null means one pass over the data per train.num_episodes")
+        _at_least("ext.stop_deadline_s", self.stop_deadline_s, 0, "0 abandons the step at once")
         if self.max_rollouts is not None:
             _at_least("ext.max_rollouts", self.max_rollouts, 1, "null means that max_steps alone ends the run")

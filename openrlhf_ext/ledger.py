@@ -10,7 +10,7 @@ Fates of pilot rollouts that are not trained:
 * ``pilot_stale``: waited beyond the age bound; ``pilot_overflow``: beyond the number that may wait;
 * ``pilot_unused_subset``: outside the subset of ``n_effective``; ``pilot_unused_commit_only``: ``commit_only`` is on;
 * ``pilot_commit_failed``: the commit of their prompt gave no group, even after retries;
-* ``pilot_not_restored``: waited when the run was interrupted, and is not part of the checkpoint.
+* ``pilot_not_restored``: waited at a checkpoint from which a run without pilots goes on.
 """
 
 from __future__ import annotations

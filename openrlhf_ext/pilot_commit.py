@@ -17,8 +17,9 @@ over them, so that none is piloted twice at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from openrlhf_ext.config import GroupsConfig, PilotConfig
 from openrlhf_ext.groups import DEFAULT_TOLERANCE, has_spread
 from openrlhf_ext.ledger import Fate, RolloutLedger
 from openrlhf_ext.prompt_pool import Evidence, PoolExhausted, State
-from openrlhf_ext.sampling import RolloutEngine, SampledStep, Sampler
+from openrlhf_ext.sampling import Decode, Encode, RolloutEngine, SampledStep, Sampler
 from openrlhf_ext.selection import PromptSource, num_correct
 from openrlhf_ext.survivors import PilotBounds, Survivor, SurvivorBuffer, Verdict, max_variance_subset
 from openrlhf_ext.types import FailedRequest, P, RolloutGroup, RolloutRequest
@@ -85,6 +86,15 @@ class PilotCommitSampler(Sampler[P]):
         self._per_round = config.prompts_per_round or 3 * batch_size
         self._max_survivors = config.max_survivors or max(self._per_round, batch_size)
         self.survivors: SurvivorBuffer[P] = SurvivorBuffer(config.order, seed)
+
+    def state_dict(self, encode: Encode[P]) -> dict[str, object]:
+        return {**super().state_dict(encode), "survivors": self.survivors.state_dict(encode)}
+
+    def load_state_dict(self, state: Mapping[str, Any], decode: Decode[P]) -> None:
+        """Raises ValueError; see `SurvivorBuffer.load_state_dict`."""
+        super().load_state_dict(state, decode)
+        if "survivors" in state:
+            self.survivors.load_state_dict(state["survivors"], decode, pilots_per_group=self._n_trained_pilots)
 
     def sample_step(self) -> SampledStep[P]:
         """Generate the groups of one train step. May keep fewer than ``batch_size`` (or none), never more.

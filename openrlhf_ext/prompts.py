@@ -1,4 +1,4 @@
-"""Prompt files: every row checked before anything starts, and a seeded order in which prompts are drawn.
+"""Sets of prompts: every row checked before anything starts, and refused or left out by its place.
 
 A prompt file is JSON Lines: one object per line with the input, usually a label for the verifier, and optionally
 ``id`` and ``datasource``.
@@ -6,12 +6,13 @@ A prompt file is JSON Lines: one object per line with the input, usually a label
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +28,7 @@ class PromptRow:
 
     id: str
     line: int
-    """Line in the file, from 1."""
+    """Line in the file, or row of the data set, from 1."""
     input: str | list[dict[str, object]]
     label: object
     datasource: str
@@ -47,6 +48,8 @@ class BadRow:
 class PromptFile:
     """The good rows in file order, those skipped, and how many good rows repeat the input of an earlier one."""
 
+    name: str
+    """Path of the file, or name of the data set."""
     rows: list[PromptRow]
     skipped: list[BadRow]
     num_repeated: int
@@ -76,33 +79,69 @@ def read_prompts(
         ValueError: the first bad rows with file:line and their total, no readable file, or no good row.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path} ({error.strerror}); check the path") from None
-    rows: list[PromptRow] = []
+    # Of bytes, so that lines end at CR, LF or both, and not at the other line separators of Unicode.
+    lines = enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines(), start=1)
+    return check_prompts(
+        str(path),
+        ((number, line) for number, line in lines if line.strip()),
+        input_key,
+        label_key,
+        on_bad_row,
+        image_key=image_key,
+        apply_chat_template=apply_chat_template,
+    )
+
+
+def check_prompts(
+    name: str,
+    rows: Iterable[tuple[int, bytes | Mapping[str, object]]],
+    input_key: str,
+    label_key: str | None,
+    on_bad_row: Literal["refuse", "skip"],
+    *,
+    image_key: str = "images",
+    apply_chat_template: bool = False,
+) -> PromptFile:
+    """As `read_prompts`, of numbered rows: objects, or lines of JSON."""
+    good: list[PromptRow] = []
     bad: list[BadRow] = []
     seen: dict[str, int] = {}
     occurrences: Counter[str] = Counter()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, source in rows:
         try:
-            row = _read_row(line, number, (input_key, label_key, image_key), apply_chat_template, occurrences)
+            values = _parse(source) if isinstance(source, bytes) else source
+            row = _read_row(values, number, (input_key, label_key, image_key), apply_chat_template, occurrences)
             if row.id in seen:
                 raise _BadRow(f"id {row.id!r} was already used in line {seen[row.id]}")
         except _BadRow as problem:
             bad.append(BadRow(number, str(problem)))
             continue
         seen[row.id] = number
-        rows.append(row)
-    _report(path, rows, bad, on_bad_row)
-    repeated = len(rows) - len({_canonical(row.input) for row in rows})
+        good.append(row)
+    _report(name, good, bad, on_bad_row)
+    repeated = len(good) - len({_canonical(row.input) for row in good})
     if repeated:
-        logger.warning("%s: %d of %d rows repeat the input of an earlier row", path, repeated, len(rows))
-    return PromptFile(rows, bad, repeated)
+        logger.warning("%s: %d of %d rows repeat the input of an earlier row", name, repeated, len(good))
+    return PromptFile(name, good, bad, repeated)
 
 
-def _report(path: str | Path, rows: list[PromptRow], bad: list[BadRow], on_bad_row: str) -> None:
+def leave_out(file: PromptFile, problems: Sequence[str | None], on_bad_row: Literal["refuse", "skip"]) -> PromptFile:
+    """The file without the rows that have a problem; ``problems`` has an entry for each of its rows.
+
+    Raises:
+        ValueError: as `read_prompts`.
+    """
+    pairs = list(zip(file.rows, problems, strict=True))
+    good = [row for row, problem in pairs if problem is None]
+    bad = [BadRow(row.line, problem) for row, problem in pairs if problem is not None]
+    _report(file.name, good, bad, on_bad_row)
+    return replace(file, rows=good, skipped=[*file.skipped, *bad])
+
+
+def _report(path: str, rows: list[PromptRow], bad: list[BadRow], on_bad_row: str) -> None:
     listed = "".join(f"\n  {path}:{row.line}: {row.problem}" for row in bad[:_NUM_SHOWN])
     more = f"\n  and {len(bad) - _NUM_SHOWN} more" if len(bad) > _NUM_SHOWN else ""
     if bad and on_bad_row == "refuse":
@@ -117,20 +156,21 @@ def _report(path: str | Path, rows: list[PromptRow], bad: list[BadRow], on_bad_r
 
 
 def _read_row(
-    line: bytes,
+    row: Mapping[str, object],
     number: int,
     keys: tuple[str, str | None, str],
     apply_chat_template: bool,
     occurrences: Counter[str],
 ) -> PromptRow:
     input_key, label_key, image_key = keys
-    row = _parse(line)
     prompt = _input(row, input_key, apply_chat_template)
     label: object = ""
     if label_key is not None:
         label = row.get(label_key)
         if label is None:
             raise _BadRow(f"{label_key!r} (--data.label_key) is {'null' if label_key in row else 'missing'}")
+        if isinstance(label, str) and not label.strip():
+            raise _BadRow(f"{label_key!r} (--data.label_key) is empty; without labels leave the flag out")
     datasource = row.get("datasource", "default")
     if not isinstance(datasource, str):
         raise _BadRow(f"'datasource' must be a string, got {datasource!r}")
@@ -157,17 +197,29 @@ def _input(row: Mapping[str, object], key: str, apply_chat_template: bool) -> st
         raise _BadRow(f"{key!r} (--data.input_key) is missing; the row has {', '.join(map(repr, row)) or 'no keys'}")
     value = row[key]
     if isinstance(value, list) and apply_chat_template:
-        if not value or not all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in value):
+        if not value or not all(map(_is_message, value)):
             raise _BadRow(f"{key!r} must be a list of chat messages, each with 'role' and 'content'")
+        contents = [message["content"] for message in value]
+        if not any(content.strip() if isinstance(content, str) else content for content in contents):
+            raise _BadRow(f"{key!r} is empty")
     elif isinstance(value, list):
         raise _BadRow(f"{key!r} is a list of chat messages, which needs --data.apply_chat_template")
     elif not isinstance(value, str):
         raise _BadRow(f"{key!r} must be a string, got {'null' if value is None else type(value).__name__}")
     elif not value.strip():
         raise _BadRow(f"{key!r} is empty")
-    elif value.encode("utf-8", "ignore").decode("utf-8") != value:
+    text = json.dumps(value, ensure_ascii=False)
+    if text.encode("utf-8", "ignore").decode("utf-8") != text:
         raise _BadRow(f"{key!r} holds half of a surrogate pair, which no tokenizer can read")
     return value
+
+
+def _is_message(value: object) -> bool:
+    """A role, and content that is text or, for images, a list of parts."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
 
 
 def _identity(

@@ -27,13 +27,26 @@ class RunReporter:
     def __init__(self, run_dir: RunDirectory, *, max_steps: int, started: float) -> None:
         self.train_seconds = 0.0
         """Seconds in train steps so far; without start-up, evaluation and checkpoints."""
+        self.num_skipped_rows = 0
+        """Rows of the prompt files that were left out (``--ext.data.on_bad_row skip``)."""
         self._run_dir = run_dir
         self._max_steps = max_steps
-        self._started = started
+        self._started, self._earlier_seconds = started, 0.0
         self._startup_seconds = math.nan
         self._trackers: Sequence[Tracker] = ()
         self._bar: tqdm | None = None
         self._accuracy: float | None = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Seconds so far, of all attempts."""
+        return {"train_seconds": self.train_seconds, "wall_seconds": self._wall_seconds()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Count on from an earlier attempt; what it did after the checkpoint is lost, its seconds too."""
+        self.train_seconds, self._earlier_seconds = state["train_seconds"], state["wall_seconds"]
+
+    def _wall_seconds(self) -> float:
+        return self._earlier_seconds + time.time() - self._started
 
     def open(self, trackers: Sequence[Tracker], *, start: int) -> None:
         """Start reporting, after step ``start`` of an earlier attempt (0: a fresh run)."""
@@ -93,8 +106,9 @@ class RunReporter:
             "seed": seed,
             "rollouts_generated": budget["generated"],
             "tokens_generated": budget["tokens"],
+            "prompt_rows_skipped": self.num_skipped_rows,
             "startup_s": self._startup_seconds,
-            "wall_s": time.time() - self._started,
+            "wall_s": self._wall_seconds(),
             "train_wall_s": self.train_seconds,
             "step_seconds_median": {
                 key.removeprefix("timing/"): float(np.median([row[key] for row in rows if key in row]))
@@ -115,7 +129,7 @@ class RunReporter:
             self._bar.set_description("train", refresh=False)
 
     def _log(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        timed = {"wall_s": time.time() - self._started, "train_wall_s": self.train_seconds, **metrics}
+        timed = {"wall_s": self._wall_seconds(), "train_wall_s": self.train_seconds, **metrics}
         self._run_dir.log(kind, step, timed)
         for tracker in self._trackers:
             tracker.log(step, {key: value for key, value in timed.items() if value is not None})

@@ -61,13 +61,23 @@ class RunDirectory:
         if not link.exists():
             link.symlink_to(target)
 
-    def forget_after(self, step: int) -> None:
-        """Drop metric and sample lines of steps after ``step``: a resumed run does those again."""
+    def forget_after(self, step: int, *, evaluated: int | None = None) -> None:
+        """Drop the lines of steps after ``step``, and the outcome: a run that goes on from there does those again.
+
+        Args:
+            evaluated: the last step whose evaluation is kept, where that is an earlier one.
+        """
+        last_evaluated = step if evaluated is None else evaluated
         for name in ("metrics.jsonl", "eval_prompts.jsonl", "replay.jsonl", "samples.jsonl"):
             file = self.path / name
             if file.exists():
-                lines = [line for line in file.read_text("utf-8").splitlines() if _step_of(line) <= step]
+                lines = [
+                    line
+                    for line in file.read_text("utf-8").splitlines()
+                    if _step_of(line) <= (last_evaluated if _is_evaluation(name, line) else step)
+                ]
                 self._replace(name, "".join(line + "\n" for line in lines))
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
         with open(self.path / name, "a", encoding="utf-8") as file:
@@ -107,6 +117,10 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError):
         return math.inf  # a line cut off by a kill
+
+
+def _is_evaluation(name: str, line: str) -> bool:
+    return name == "eval_prompts.jsonl" or line.startswith('{"kind": "eval"')
 
 
 def _finite(value: object) -> object:

@@ -12,9 +12,9 @@ is what all have in common: requests, retries and the ledger. ``GroupSampler`` h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 from openrlhf_ext.config import DapoConfig, GroupsConfig
 from openrlhf_ext.groups import Metric, is_effective
@@ -22,6 +22,11 @@ from openrlhf_ext.ledger import Fate, RolloutLedger
 from openrlhf_ext.types import FailedRequest, P, Prompt, RolloutGroup, RolloutRequest
 
 logger = logging.getLogger(__name__)
+
+
+Encode = Callable[[Sequence[RolloutGroup[P]]], object]
+Decode = Callable[[Any], Sequence[RolloutGroup[P]]]
+"""From groups to the state of a checkpoint, and back."""
 
 
 class RolloutEngine(Protocol[P]):
@@ -70,6 +75,13 @@ class Sampler(Generic[P]):
         self._batch_size = batch_size
         self._max_retries = max_retries
         self.num_requests = 0
+
+    def state_dict(self, encode: Encode[P]) -> dict[str, object]:
+        """What the next step depends on; ``encode`` makes a state of groups that wait."""
+        return {"num_requests": self.num_requests}
+
+    def load_state_dict(self, state: Mapping[str, Any], decode: Decode[P]) -> None:
+        self.num_requests = state["num_requests"]
 
     def _request(self, prompt: Prompt, num_rollouts: int) -> RolloutRequest:
         self.num_requests += 1

@@ -29,11 +29,12 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def supervise(target: Callable[[], int]) -> int:
+def supervise(target: Callable[[], int], *, stop_grace_s: float = STOP_GRACE_S) -> int:
     """Run ``target`` in a forked child; return its exit code (128 + n when signal n ended it).
 
     SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the child only; the child raises ``SystemExit`` for SIGTERM
-    and SIGHUP, so that ``finally`` blocks run. Must be called from the main thread, before threads are started.
+    and SIGHUP, so that ``finally`` blocks run, and is killed ``stop_grace_s`` after the first signal but SIGUSR1. Must
+    be called from the main thread, before threads are started.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
@@ -51,7 +52,7 @@ def supervise(target: Callable[[], int]) -> int:
 
     previous = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
-        status = _wait(child, asked_at)
+        status = _wait(child, asked_at, stop_grace_s)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -89,12 +90,12 @@ def _run_child(target: Callable[[], int], supervisor: int) -> None:
         os._exit(128 + stopped_by[0] if stopped_by else code)
 
 
-def _wait(child: int, asked_at: list[float]) -> int:
+def _wait(child: int, asked_at: list[float], stop_grace_s: float) -> int:
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid == child:
             return status
-        if asked_at and time.monotonic() - asked_at[0] > STOP_GRACE_S:
+        if asked_at and time.monotonic() - asked_at[0] > stop_grace_s:
             _kill(child, signal.SIGKILL)
         time.sleep(0.05)
 

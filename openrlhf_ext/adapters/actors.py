@@ -254,6 +254,19 @@ class PolicyActor(SafePort, WindowedTraining, plain(upstream_actor.PolicyModelAc
         parameters = self.actor.model.module.parameters()
         return [getattr(p, "ds_tensor", p.data).detach().to("cpu", torch.float32, copy=True) for p in parameters]
 
+    def random_state(self) -> dict[str, torch.Tensor]:
+        """This rank's generators."""
+        state = {"cpu": torch.get_rng_state()}
+        return state if cpu_platform.active() else state | {"gpu": torch.cuda.get_rng_state()}
+
+    def set_random_state(self, states: list[dict[str, torch.Tensor]]) -> None:
+        """Take this rank's of the states of all ranks; a rank that was not there then keeps its own."""
+        rank = dist.get_rank()
+        if rank < len(states):
+            torch.set_rng_state(states[rank]["cpu"])
+            if not cpu_platform.active() and "gpu" in states[rank]:
+                torch.cuda.set_rng_state(states[rank]["gpu"])
+
     def use_engines(self, engines: list) -> None:
         """Send weights to these engines only from now on (one of the others has died)."""
         self.vllm_engines = self.trainer.vllm_engines = engines

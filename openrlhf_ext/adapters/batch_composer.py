@@ -20,9 +20,11 @@ The proximal policy is always the one at the start of the train step. Nothing he
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +53,8 @@ from openrlhf_ext.stored_row import StoredRow
 from openrlhf_ext.success_replay import SuccessReplay
 from openrlhf_ext.throttle import ReplayThrottle
 from openrlhf_ext.types import Prompt, Rollout, RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -120,6 +124,25 @@ class BatchComposer:
     def holds_anything(self) -> bool:
         """Whether a buffer is on, whose content a checkpoint would have to keep."""
         return any(part is not None for part in (self.filling, self.replay, self.success))
+
+    # -- checkpoints --
+
+    def state_dict(self) -> dict[str, object]:
+        """Of every part that is on."""
+        return {name: part.state_dict() for name, part in self._parts().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A part that the checkpoint does not have starts empty, with a warning."""
+        for name, part in self._parts().items():
+            if name in state:
+                part.load_state_dict(state[name])
+            else:
+                logger.warning("the checkpoint has nothing of %s, which was off: it starts empty", name)
+
+    def _parts(self) -> dict[str, Any]:
+        buffer = self.filling.buffer if self.filling is not None else None
+        parts = {"fill": buffer, "replay": self.replay, "success_replay": self.success, "throttle": self._throttle}
+        return {f"ext.{name}": part for name, part in parts.items() if part is not None}
 
     # -- a step --
 

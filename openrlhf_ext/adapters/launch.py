@@ -17,9 +17,12 @@ from openrlhf_ext.adapters import cpu_platform
 from openrlhf_ext.adapters.upstream import check_version
 from openrlhf_ext.prompts import PromptFile
 from openrlhf_ext.settings import Settings
-from openrlhf_ext.supervisor import supervise
+from openrlhf_ext.supervisor import STOP_GRACE_S, supervise
 
 logger = logging.getLogger(__name__)
+
+_ENDING_S = 10.0
+"""For Ray to shut down, after the deadline of a step that is abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +37,18 @@ class Run:
 
 def run(settings: Settings, files: Mapping[str, PromptFile]) -> int:
     """Train; returns the exit code. No process that the run started is left when it returns."""
-    return run_all([Run(settings, files)])
+    return run_all([Run(settings, files)], stop_grace_s=settings.ext.stop_deadline_s + _ENDING_S)
 
 
-def run_all(runs: Iterable[Run]) -> int:
+def run_all(runs: Iterable[Run], *, stop_grace_s: float = STOP_GRACE_S) -> int:
     """Train one after the other on the same Ray, engines and actors (see ``session.py``), up to the first that fails.
 
     The settings must have the same ``benchmark.suite.parts_key``; a run is asked for when the one before it is done.
+    ``stop_grace_s`` is that of `supervise`.
     """
     check_version()
     started = time.time()
-    return supervise(lambda: _train_all(iter(runs), started))
+    return supervise(lambda: _train_all(iter(runs), started), stop_grace_s=stop_grace_s)
 
 
 def _train_all(runs: Iterator[Run], started: float) -> int:
@@ -62,6 +66,8 @@ def _train_all(runs: Iterator[Run], started: float) -> int:
     # Before any thread of ours: Ray forks, and a child that inherits a lock which an import holds waits for ever.
     _start_ray(first.settings)
     logger.info("Ray is up after %.1f s", time.time() - started)
+    from openrlhf_ext.adapters.data import check_data
+    from openrlhf_ext.adapters.placement import quiet_strategy
     from openrlhf_ext.adapters.session import Session
 
     for name in list(logging.root.manager.loggerDict):
@@ -71,10 +77,17 @@ def _train_all(runs: Iterator[Run], started: float) -> int:
     import ray
 
     one = first
+    session: Session | None = None
     try:
-        session = Session(first.settings, stock=first.stock)
         for one in chain([first], runs):
-            session.train(one.settings, one.files, started)
+            try:
+                files = check_data(quiet_strategy(one.settings), one.settings.ext.data, one.files)
+            except ValueError as error:
+                _keep_traceback(one.settings, error)
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            session = session or Session(first.settings, stock=first.stock)
+            session.train(one.settings, files, started)
             started = time.time()
         return 0
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import openrlhf.trainer.ray.vllm_engine as vllm_engine
@@ -46,6 +47,8 @@ def quiet_strategy(settings: Settings):
     strategy = get_strategy(args)
     strategy.print = _no_print
     rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    # Which checkpoints are kept is decided in ``checkpoints.py``.
+    args.ckpt.max_num = args.ckpt.max_mem = sys.maxsize
     strategy.measures_distance = settings.ext.log.distance
     strategy.optimizer_steps_per_train_step = rows // args.train.batch_size * args.train.max_epochs
     return strategy

@@ -45,6 +45,45 @@ def store_group(group: RolloutGroup[Experience], rows: Sequence[Experience], *, 
     return RolloutGroup(group.group_id, group.prompt, tuple(stored), group.policy_version)
 
 
+def store_sampled(groups: Sequence[RolloutGroup[Experience]]) -> list[StoredGroup]:
+    """Copies of groups as the engines returned them, before any forward pass, for a checkpoint."""
+    stored = []
+    for group in groups:
+        rows = [rollout.payload for rollout in group.rollouts]
+        images = copy_multimodal([row.mm_train_inputs[0] if row.mm_train_inputs else None for row in rows])
+        payloads = []
+        for row, multimodal in zip(rows, images, strict=True):
+            log_probs = row.rollout_log_probs
+            payloads.append(
+                StoredRow.copy_of(
+                    row.sequences[0],
+                    row.action_mask[0],
+                    torch.zeros(row.action_mask.shape[1]) if log_probs is None else log_probs[0],
+                    engine_log_probs=None,
+                    truncated=bool(row.truncated),
+                    info={key: float(value) for key, value in row.info.items()},
+                    multimodal=multimodal,
+                )
+            )
+        rollouts = [replace(old, payload=new) for old, new in zip(group.rollouts, payloads, strict=True)]
+        stored.append(replace(group, rollouts=tuple(rollouts)))
+    return stored
+
+
+def restore_sampled(groups: Sequence[StoredGroup], *, log_probs: bool) -> list[RolloutGroup[Experience]]:
+    """The groups of `store_sampled`."""
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                replace(rollout, payload=restore_sample(group.prompt, rollout, log_probs=log_probs))
+                for rollout in group.rollouts
+            ),
+        )
+        for group in groups
+    ]
+
+
 def restore_samples(group: StoredGroup, *, log_probs: bool) -> list[Experience]:
     """Samples as the engines return them, so that log-probabilities, values and advantages are computed anew.
 

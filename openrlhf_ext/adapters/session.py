@@ -56,6 +56,7 @@ class Session:
         trainer = self._trainer(
             settings, files, started, strategy, models.actor, models.critic, models.reference, self._engines
         )
+        trainer.reporter.num_skipped_rows = sum(len(file.skipped) for file in files.values())
         node = ray._private.worker._global_node
         if node:
             trainer.run_dir.link_logs(node.get_logs_dir_path())

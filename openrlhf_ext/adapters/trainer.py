@@ -7,9 +7,10 @@ format are OpenRLHF's.
 
 from __future__ import annotations
 
-import json
+import hashlib
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,10 +22,12 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils import get_tokenizer
 
 from openrlhf_ext.adapters.batch_composer import Batch, BatchComposer
+from openrlhf_ext.adapters.checkpoints import Checkpoints
 from openrlhf_ext.adapters.data import load_prompts
 from openrlhf_ext.adapters.experience_maker import ExperienceMaker, plan_training, rank_windows
 from openrlhf_ext.adapters.generation import EnginePool, GroupGenerator
 from openrlhf_ext.adapters.measured_loss import ratios
+from openrlhf_ext.adapters.replayed_rows import restore_sampled, store_sampled
 from openrlhf_ext.adapters.step_report import (
     method_name,
     report_failures,
@@ -33,6 +36,7 @@ from openrlhf_ext.adapters.step_report import (
     step_metrics,
 )
 from openrlhf_ext.batching import Plan
+from openrlhf_ext.checkpoint.group_codec import groups_from_state, groups_to_state
 from openrlhf_ext.evaluation import accuracy_by_prompt, evaluate_groups
 from openrlhf_ext.groups import DEFAULT_TOLERANCE
 from openrlhf_ext.ledger import RolloutLedger
@@ -44,6 +48,7 @@ from openrlhf_ext.run_dir import RunDirectory
 from openrlhf_ext.sampling import GroupSampler, SampledStep
 from openrlhf_ext.selection import Mopps, PromptSource
 from openrlhf_ext.settings import Settings, dump_settings
+from openrlhf_ext.stopping import StopRequest
 from openrlhf_ext.trackers import open_trackers
 from openrlhf_ext.types import RolloutGroup, RolloutRequest
 
@@ -92,6 +97,13 @@ class Trainer(BasePPOTrainer):
         self.max_steps = self._planned_steps()
         if self.best_eval_metric_key == "":
             self.best_eval_metric_key = "eval/accuracy"
+        models = {"_actor": actor_group} | ({"_critic": critic_group} if critic_group is not None else {})
+        self.checkpoints = Checkpoints(args.ckpt.path, models, max_num=settings.flat["ckpt.max_num"])
+        # Decided before the models load: they read whether to load a checkpoint from the same arguments.
+        resumes = args.ckpt.load_enable or ext.resume == "auto"
+        self._restored = self.checkpoints.newest() if resumes else None
+        self._asked_to_resume = resumes
+        args.ckpt.load_enable = resumes and (self._restored is not None or self.checkpoints.are_upstreams)
 
         self.run_dir = RunDirectory(ext.run_dir)
         self.reporter = RunReporter(self.run_dir, max_steps=self.max_steps, started=started)
@@ -117,6 +129,12 @@ class Trainer(BasePPOTrainer):
             args, ext, self.experience_maker, self.ledger, self.run_dir, log_probs=self.generator.collects_log_probs
         )
         self._num_idle_steps = 0
+        self._evaluated = self._saved = 0
+        """The last steps that were evaluated, and saved."""
+        self._evaluation_due = False
+        """Whether the last step has an evaluation to come, because the run was asked to stop before it."""
+        self._unsaved: int | None = None
+        """The last step, where its state is whole and not in a checkpoint."""
 
     def _planned_steps(self) -> int:
         args, ext = self.args, self.ext
@@ -162,9 +180,14 @@ class Trainer(BasePPOTrainer):
         self.run_dir.write_config(dump_settings(self.settings))
         self.reporter.open(self._open_trackers(), start=start)
         try:
-            if start == 0 and self.ext.eval.at_start:
-                self.evaluate(0)
-            steps, ended = self._train_steps(start)
+            if self._evaluation_due:
+                best = self._best(self.evaluate(start, last=self._is_done(start)))
+                if best is not None:
+                    self.checkpoints.mark_best(start, best)
+            elif start == 0 and self.ext.eval.at_start:
+                self.evaluate(start, last=self._is_done(start))
+            with StopRequest(self.ext.stop_deadline_s) as self._stop:
+                steps, ended = self._train_steps(start)
             self.reporter.summary(
                 method=method_name(self.settings),
                 seed=self.args.train.seed,
@@ -172,26 +195,28 @@ class Trainer(BasePPOTrainer):
                 steps=steps,
                 ended=ended,
             )
+        except Exception:
+            self._save_after_failure()
+            raise
         finally:
             self.reporter.close()
 
     def _train_steps(self, start: int) -> tuple[int, str | None]:
         """All steps after ``start``. Returns the last one, and why it is not the planned one, if it is not."""
-        step, evaluated = start, start
+        step = start
         while not self._is_done(step):
             before = self.ledger.num_generated
             try:
                 self._step(step + 1)
             except PoolExhausted as end:
                 logger.warning("the run ends after %d of %d steps: %s", step, self.max_steps, end)
-                if evaluated < step:
-                    self._finish_step(step, evaluate=True, last=True)
+                if self._evaluated < step or (self._saves and self._saved < step):
+                    self._finish_step(step, evaluate=self._evaluated < step, last=True)
                 return step, f"{end} ({end.report})"
             step += 1
             last = self._is_done(step)
             evaluate = last or self._is_evaluated(step, before)
             self._finish_step(step, evaluate=evaluate, last=last)
-            evaluated = step if evaluate else evaluated
         return step, None
 
     def _is_evaluated(self, step: int, before: int) -> bool:
@@ -202,12 +227,47 @@ class Trainer(BasePPOTrainer):
         return self.ledger.num_generated // every > before // every
 
     def _finish_step(self, step: int, *, evaluate: bool, last: bool) -> None:
-        if evaluate:
-            metrics = self.evaluate(step, last=last)
-            self.save_best_checkpoint(metrics, step, self._client_states(step))
-        self.save_logs_and_checkpoints(step, {}, self._client_states(step))
+        """What comes after the update. Raises SystemExit where the run was asked to stop."""
+        self._evaluation_due, self._unsaved = evaluate, step
+        best = None
+        if evaluate and not self._stop.requested:
+            best = self._best(self.evaluate(step, last=last))
+        stops = self._stop.requested  # from here on a request is for the next step
+        saves = best is not None or step % self.args.ckpt.save_steps == 0 or (self._saves and (last or stops))
+        self._unsaved = None
+        if saves:
+            self.checkpoints.save(step, self._state(step), best=best)
+            self._saved = step
+        if stops:
+            logger.warning("stopped after step %d, %s", step, "which is saved" if saves else "without a checkpoint")
+            sys.exit(self._stop.exit_code(saved=saves))
+
+    @property
+    def _saves(self) -> bool:
+        """Whether checkpoints are wanted at all, and so at the end, too."""
+        return self.args.ckpt.save_steps != math.inf or self.ext.resume == "auto"
+
+    def _save_after_failure(self) -> None:
+        """Keep the last step where what failed came after it; in the midst of a step there is no whole state."""
+        step, self._unsaved = self._unsaved, None
+        if step is None or not self._saves:
+            return
+        try:
+            self.checkpoints.save(step, self._state(step))
+            logger.warning("step %d is saved", step)
+        except Exception as error:  # the failure itself is what has to be reported
+            logger.warning("step %d could not be saved: %s", step, error)
+
+    def _best(self, metrics: Mapping[str, float]) -> dict[str, object] | None:
+        """Key and value of the metric that names the best checkpoint, when it is better than ever before."""
+        key, value = self.best_eval_metric_key, metrics.get(self.best_eval_metric_key)
+        if value is None or value <= self.best_eval_metric_value:
+            return None
+        self.best_eval_metric_value = value
+        return {"key": key, "value": value}
 
     def _step(self, step: int) -> None:
+        self._unsaved = None
         clock = StepClock()
         self.source.start_step()
         sampled = self.sampler.sample_step()
@@ -318,6 +378,7 @@ class Trainer(BasePPOTrainer):
         if self.ext.log.distance:
             metrics |= ray.get(self.actor_model_group.async_run_method("distance_from_start"))[0]
         self.reporter.evaluation(step, metrics, accuracy_by_prompt(groups, correct_at=self.ext.eval.correct_at))
+        self._evaluated, self._evaluation_due = step, False
         return metrics
 
     # -- trackers and checkpoints --
@@ -338,55 +399,90 @@ class Trainer(BasePPOTrainer):
             config={"config": dump_settings(self.settings)},
         )
 
-    def _client_states(self, step: int) -> dict:
-        """What upstream stores beside the model. ``ext`` is small and plain; buffers will not go here."""
+    def _state(self, step: int) -> dict[str, object]:
+        """Everything besides the models that the next step depends on, or that the run reports in the end."""
         return {
-            "episode": self.prompt_pool.epoch,
-            "global_step": step,
-            "total_consumed_prompts": step * self.args.rollout.batch_size,
-            "data_loader_state_dict": {},
-            "ext": json.dumps(
-                {
-                    "pool": self.prompt_pool.state_dict(),
-                    "selector": self.selector.state_dict() if self.selector else None,
-                    "ledger": self.ledger.state_dict(),
-                    "num_requests": self.sampler.num_requests,
-                    "rng": self.rng.bit_generator.state,
-                    "train_seconds": self.reporter.train_seconds,
-                }
-            ),
+            "step": step,
+            "prompts": self._prompts_digest(),
+            "pool": self.prompt_pool.state_dict(),
+            "selector": self.selector.state_dict() if self.selector else None,
+            "ledger": self.ledger.state_dict(),
+            "sampler": self.sampler.state_dict(lambda groups: groups_to_state(store_sampled(groups))),
+            "composer": self.composer.state_dict(),
+            "rng": self.rng.bit_generator.state,
+            "kl_coef": self.kl_ctl.value,
+            "num_idle_steps": self._num_idle_steps,
+            "evaluated": self._evaluated,
+            "evaluation_due": self._evaluation_due,
+            "reporter": self.reporter.state_dict(),
+            "actors": ray.get(self.actor_model_group.async_run_method("random_state")),
         }
+
+    def _prompts_digest(self) -> str:
+        """Of all training prompts: the pool and the buffers know them by position."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            digest.update(repr((prompt.prompt_id, prompt.text, prompt.label)).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
     def _restore(self) -> int:
         """The step to continue after; 0 for a fresh run."""
-        if not self.args.ckpt.load_enable:
+        if not self._asked_to_resume:
             return 0
-        states = self.init_checkpoint_states()
-        if not states.get("global_step"):
-            logger.warning("no resumable checkpoint under --ckpt.path %s: starting at step 0", self.args.ckpt.path)
-            self.run_dir.forget_after(-1)
-            return 0
-        if "ext" not in states:
+        if self._restored is None:
+            return self._restore_without_state()
+        state, step = self._restored.state, self._restored.step
+        if state["prompts"] != self._prompts_digest():
             raise ValueError(
-                f"the checkpoint under --ckpt.path {self.args.ckpt.path} was not written by openrlhf_ext: it has no "
-                "prompt order or ledger; start from its weights with --actor.model_name_or_path instead"
+                f"the checkpoint {self._restored.tag} under --ckpt.path {self.args.ckpt.path} was made with other "
+                "prompts than --data.prompt_dataset has now; resume with the same file, or start in a new "
+                "--ext.run_dir"
             )
-        self.restore_best_checkpoint_state(states)
-        state = json.loads(states["ext"])
         self.prompt_pool.load_state_dict(state["pool"])
         if self.selector is not None and state["selector"] is not None:
             self.selector.load_state_dict(state["selector"])
         self.ledger.load_state_dict(state["ledger"])
-        self.ledger.forget_waiting()
-        self.sampler.num_requests = state["num_requests"]
+        log_probs = self.generator.collects_log_probs
+        self.sampler.load_state_dict(
+            state["sampler"], lambda pilots: restore_sampled(groups_from_state(pilots), log_probs=log_probs)
+        )
+        if self.ext.pilot is None:
+            self.ledger.forget_waiting()
+        self.composer.load_state_dict(state["composer"])
         self.rng.bit_generator.state = state["rng"]
-        self.reporter.train_seconds = state["train_seconds"]
-        step = states["global_step"]
+        self.kl_ctl.value = state["kl_coef"]
+        self._num_idle_steps = state["num_idle_steps"]
+        self._evaluated, self._saved = state["evaluated"], step
+        self._evaluation_due = state["evaluation_due"]
+        self.reporter.load_state_dict(state["reporter"])
+        ray.get(self.actor_model_group.async_run_method("set_random_state", states=state["actors"]))
+        best = self.checkpoints.best
+        if best is not None and best["key"] == self.best_eval_metric_key:
+            self.best_eval_metric_value = best["value"]
         self.generator.policy_version = step
-        if self.composer.holds_anything:
-            logger.warning("checkpoints do not hold replay buffers yet: they start empty and fill up again")
-        if self.ext.pilot is not None:
-            logger.warning("checkpoints do not hold waiting pilots yet: they are counted as pilot_not_restored")
+        self.run_dir.forget_after(step, evaluated=self._evaluated)
+        self.checkpoints.forget_after(step)
+        self.broadcast_to_vllm()
+        self._restored = None  # or its arrays would stay in memory beside the buffers made of them
+        logger.info("going on after step %d", step)
+        return step
+
+    def _restore_without_state(self) -> int:
+        """Resume was asked for, and there is no complete checkpoint of ours: OpenRLHF's own, or none."""
+        states = self.init_checkpoint_states()
+        step = states.get("global_step", 0)
+        if not step:
+            logger.warning("no resumable checkpoint under --ckpt.path %s: starting at step 0", self.args.ckpt.path)
+            self.run_dir.forget_after(-1)
+            return 0
+        logger.warning(
+            "the checkpoint under --ckpt.path %s has models only, of step %d: prompts start a new epoch and all "
+            "counts are from here on",
+            self.args.ckpt.path,
+            step,
+        )
+        self._evaluated = step
+        self.generator.policy_version = step
         self.run_dir.forget_after(step)
         self.broadcast_to_vllm()
         return step

@@ -19,12 +19,13 @@ GRPO = f"{ROOT}/configs/cpu/grpo.yaml"
 def task(tmp_path: Path) -> Path:
     """A suite file with the data and the model that its checks ask for."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
     (tmp_path / "train.jsonl").write_text('{"input": "1 2 = 3", "label": "[[1, 2], 3]"}\n')
     reward = tmp_path / "reward.py"
     reward.write_text("def reward_func(queries, prompts, labels):\n    return 1.0\n")
     (tmp_path / "suite.yaml").write_text(
-        "rollouts: 100\nevaluate_every: 10\nlearning_rates: [1e-4]\nseeds: [1, 2]\n"
+        "rollouts: 200\nevaluate_every: 10\nlearning_rates: [1e-4]\nseeds: [1, 2]\n"
         f"flags: {{actor.model_name_or_path: {tmp_path}/model, data.prompt_dataset: {tmp_path}/train.jsonl,\n"
         f"        eval.dataset: {tmp_path}/train.jsonl, reward.remote_url: {reward}}}\n"
         f"methods: {{grpo: {{config: {GRPO}}}}}\n"
@@ -63,8 +64,9 @@ def test_what_the_suite_does_not_have_cannot_be_chosen(task: Path, argv, message
 
 def test_every_run_is_checked_before_the_first_one_starts(task: Path, capsys) -> None:
     suite = task / "suite.yaml"
-    bad = f"methods: {{bad: {{config: {GRPO}, flags: {{x.y: 1}}}}, "
-    suite.write_text(suite.read_text().replace("methods: {", bad))
+    suite.write_text(
+        suite.read_text().replace("methods: {", f"methods: {{bad: {{config: {GRPO}, flags: {{x.y: 1}}}}, ")
+    )
     assert call(task) == 2
     assert "x.y" in capsys.readouterr().err
     assert not (task / "out").exists()

@@ -37,11 +37,15 @@ def test_the_prefix_cache_is_reset_once_after_every_new_weights(
     ],
 )
 def test_a_pool_with_nothing_left_ends_the_run_at_the_last_step_that_was_made(eval_steps, finished) -> None:
-    found: list[tuple[int, bool]] = []
+    found: list[tuple[int, bool, bool]] = []
 
     def step(number: int) -> None:
         if number == 3:
             raise PoolExhausted("no prompt is left", {"excluded": 5})
+
+    def finish_step(number: int, *, evaluate: bool, last: bool) -> None:
+        found.append((number, evaluate, last))
+        controller._evaluated = number if evaluate else controller._evaluated
 
     controller = SimpleNamespace(
         max_steps=9,
@@ -49,7 +53,9 @@ def test_a_pool_with_nothing_left_ends_the_run_at_the_last_step_that_was_made(ev
         ext=SimpleNamespace(max_rollouts=None, eval=SimpleNamespace(every_rollouts=None)),
         ledger=SimpleNamespace(num_generated=0),
         _step=step,
-        _finish_step=lambda number, evaluate, last: found.append((number, evaluate, last)),
+        _finish_step=finish_step,
+        _evaluated=0,
+        _saves=False,
     )
     for name in ("_is_done", "_is_evaluated"):
         setattr(controller, name, getattr(Trainer, name).__get__(controller))

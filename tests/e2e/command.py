@@ -62,6 +62,13 @@ class Command:
         done = lambda: metrics.exists() and metrics.read_text().count("\n") >= count  # noqa: E731
         self.wait_until(done, timeout_s, f"{count} steps are done")
 
+    def kill(self) -> None:
+        """SIGKILL for the driver, then for everything else: nothing of the run gets to clean up."""
+        self._watch()
+        for driver in self._top.children():
+            driver.kill()
+        self.stop()
+
     def stop(self) -> None:
         """End everything that is left. For a test that has already failed."""
         for process in self.alive():

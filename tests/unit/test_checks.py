@@ -32,6 +32,8 @@ GOOD: dict[str, object] = {
     "critic.model_name_or_path": None,
     "reward.model_name_or_path": None,
     "reward.remote_url": "http://localhost:5000/reward",
+    "reward.overlong_buffer_len": None,
+    "reward.stop_properly_penalty_coef": None,
     "train.agent_func_path": None,
     "train.async_enable": False,
     "train.batch_size": 64,
@@ -42,7 +44,11 @@ GOOD: dict[str, object] = {
     "rollout.n_samples_per_prompt": 8,
     "rollout.micro_batch_size": 4,
     "rollout.max_new_tokens": 32,
+    "rollout.temperature": 1.0,
+    "rollout.top_p": 1.0,
     "data.prompt_dataset": "organization/data",
+    "data.prompt_probs": None,
+    "data.max_samples": 1000,
     "data.max_len": 64,
     "data.input_key": "input",
     "data.label_key": None,
@@ -51,12 +57,17 @@ GOOD: dict[str, object] = {
     "data.apply_chat_template": False,
     "eval.dataset": None,
     "eval.n_samples_per_prompt": 8,
+    "eval.steps": -1,
+    "eval.temperature": 0.6,
     "vllm.num_engines": 1,
     "algo.advantage.estimator": "group_norm",
     "algo.dynamic_filtering_enable": False,
     "ds.ring_attn_size": 1,
     "ds.tensor_parallel_size": 1,
     "ckpt.load_enable": False,
+    "ckpt.disable_ds": False,
+    "ckpt.save_steps": -1,
+    "ckpt.max_num": 3,
     "use_ms": False,
 }
 
@@ -103,6 +114,26 @@ def test_good_settings_pass(tmp_path: Path) -> None:
         ({"use_ms": True}, "--use_ms is not supported; "),
         ({"rollout.batch_size": 0}, "--rollout.batch_size must be at least 1, got 0"),
         ({"train.batch_size": -1}, "--train.batch_size must be at least 1, got -1"),
+        ({"rollout.n_samples_per_prompt": 0}, "--rollout.n_samples_per_prompt must be at least 1, got 0"),
+        ({"eval.n_samples_per_prompt": 0}, "--eval.n_samples_per_prompt must be at least 1, got 0"),
+        ({"data.max_samples": 0}, "--data.max_samples must be at least 1, got 0"),
+        ({"ckpt.max_num": 0}, "--ckpt.max_num must be at least 1, got 0"),
+        ({"rollout.temperature": 0.0}, "--rollout.temperature must be above 0: logits are divided, got 0; "),
+        ({"rollout.temperature": float("nan")}, "--rollout.temperature must be above 0: logits are divided, got nan;"),
+        ({"eval.temperature": -0.1}, "--eval.temperature must be at least 0, which is greedy, got -0.1; "),
+        ({"rollout.top_p": 0.0}, "--rollout.top_p must be above 0 and at most 1, got 0; "),
+        ({"rollout.top_p": 1.1}, "--rollout.top_p must be above 0 and at most 1, got 1.1; "),
+        ({"eval.steps": 0}, "--eval.steps must be at least 1, or -1 for never, got 0"),
+        ({"ckpt.save_steps": -2}, "--ckpt.save_steps must be at least 1, or -1 for never, got -2"),
+        (
+            {"reward.overlong_buffer_len": 33.0},
+            "--reward.overlong_buffer_len 33 must be above 0 and at most --rollout",
+        ),
+        (
+            {"reward.overlong_buffer_len": 8.0, "rollout.max_new_tokens": None},
+            "--reward.overlong_buffer_len 8 must be above 0 and at most --rollout.max_new_tokens, which is None; ",
+        ),
+        ({"reward.stop_properly_penalty_coef": 1.5}, "--reward.stop_properly_penalty_coef must be a factor up to 1, "),
         # 2 ranks, and one copy of the model takes 4.
         ({"ds.ring_attn_size": 4}, "--actor.num_nodes x --actor.num_gpus_per_node = 2 is not a multiple of"),
         # data.max_len is 64: 64 new tokens would leave none for the prompt.
@@ -117,6 +148,74 @@ def test_good_settings_pass(tmp_path: Path) -> None:
 )
 def test_what_is_missing_or_unsupported_is_named(tmp_path: Path, flat: dict[str, object], message: str) -> None:
     assert refusal(tmp_path, flat).startswith(message)
+
+
+def test_limits_themselves_pass(tmp_path: Path) -> None:
+    check(settings(tmp_path, {"eval.temperature": 0.0, "eval.steps": 1, "ckpt.save_steps": 1, "ckpt.max_num": 1}))
+    check(settings(tmp_path, {"reward.overlong_buffer_len": 32.0, "reward.stop_properly_penalty_coef": -0.5}))
+    check(settings(tmp_path, {}, max_rollouts=16 * 8))
+
+
+@pytest.mark.parametrize(
+    ("flat", "ext", "message"),
+    [
+        # One step is 16 x 8 = 128 rollouts.
+        ({}, {"max_rollouts": 127}, "--ext.max_rollouts 127 is less than one step of "),
+        (
+            {},
+            {"max_steps": 50, "replay": ReplayConfig(warmup_steps=50)},
+            "--ext.replay.warmup_steps 50 is not over within the run of --ext.max_steps 50, ",
+        ),
+        (
+            {},
+            {"max_steps": 3, "fill": FillConfig(min_age=3)},
+            "--ext.fill.min_age 3 is not over within the run of --ext.max_steps 3, ",
+        ),
+        ({}, {"fill": FillConfig(max_frac=0.06)}, "--ext.fill.max_frac 0.06 of --rollout.batch_size 16 groups is "),
+        ({}, {"eval": EvalConfig(final_samples=8)}, "--ext.eval.final_samples 8 has nothing to evaluate; "),
+        ({}, {"eval": EvalConfig(every_rollouts=64)}, "--ext.eval.every_rollouts 64 has nothing to evaluate; "),
+        ({"ckpt.disable_ds": True}, {"resume": "auto"}, "--ext.resume auto goes on from checkpoints that --ckpt.disa"),
+        ({"ckpt.disable_ds": True, "ckpt.load_enable": True}, {}, "--ckpt.load_enable goes on from checkpoints that "),
+        (
+            {},
+            {"dapo": DapoConfig(prompts_per_round=5, max_rounds=3)},
+            "--ext.dapo.prompts_per_round 5 x --ext.dapo.max_rounds 3 is less than --rollout.batch_size 16, ",
+        ),
+        (
+            {},
+            {"pilot": PilotConfig(prompts_per_round=15, max_rounds=1)},
+            "--ext.pilot.prompts_per_round 15 x --ext.pilot.max_rounds 1 is less than --rollout.batch_size 16, ",
+        ),
+    ],
+)
+def test_what_would_do_nothing_is_refused(tmp_path: Path, flat, ext, message: str) -> None:
+    assert refusal(tmp_path, {**REPLAY, **flat}, **{"groups": GroupsConfig(), **ext}).startswith(message)
+
+
+def test_what_ends_just_in_time_passes(tmp_path: Path) -> None:
+    parts = {"groups": GroupsConfig(), "replay": ReplayConfig(warmup_steps=2), "fill": FillConfig(min_age=2)}
+    check(settings(tmp_path, REPLAY, max_steps=3, **parts))
+    check(settings(tmp_path, REPLAY, groups=GroupsConfig(), fill=FillConfig(max_frac=1 / 16)))
+    check(settings(tmp_path, {}, dapo=DapoConfig(prompts_per_round=8, max_rounds=2)))
+    check(settings(tmp_path, {"ckpt.disable_ds": True}))
+
+
+def test_what_may_do_nothing_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # The 32 groups of 2 full steps are younger than 3 steps; a 33rd place keeps one that is old enough.
+    for capacity in (33, 32):
+        caplog.clear()
+        fill = FillConfig(min_age=3, capacity=capacity)
+        check(settings(tmp_path, REPLAY, groups=GroupsConfig(), fill=fill))
+        assert ("--ext.fill.capacity 32: after 2 steps" in caplog.text) == (capacity == 32)
+    check(settings(tmp_path, {"eval.steps": 5}))
+    assert "--eval.steps 5 has nothing to evaluate without --eval.dataset" in caplog.text
+
+
+@pytest.mark.parametrize("shares", ["0.5", "0.5,x", "0.5,0.6", "-0.5,1.5", "0.2,0.3,0.5"])
+def test_shares_of_data_sets_are_one_number_for_each(tmp_path: Path, shares: str) -> None:
+    two = {"data.prompt_dataset": "organization/a,organization/b"}
+    check(settings(tmp_path, {**two, "data.prompt_probs": "0.25,0.75"}))
+    assert refusal(tmp_path, {**two, "data.prompt_probs": shares}).startswith(f"--data.prompt_probs {shares} must be ")
 
 
 def test_rollouts_of_a_step_must_be_whole_train_batches(tmp_path: Path) -> None:
@@ -304,7 +403,8 @@ def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_files_that_are_there_pass(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("config.json", "model-00001-of-00001.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
     for name in ("reward.py", "a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("")
     here = {
@@ -319,6 +419,13 @@ def test_a_model_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     message = refusal(tmp_path, {"actor.model_name_or_path": str(tmp_path / "model")})
     assert message.startswith("--actor.model_name_or_path: ") and "has no config.json" in message
+
+
+def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    message = refusal(tmp_path, {"actor.model_name_or_path": str(tmp_path / "model")})
+    assert message.endswith("has no weights (.safetensors, .bin, .pt); copy or download the model again")
 
 
 def test_one_local_file_of_a_flag_is_read_and_several_are_checked(tmp_path: Path) -> None:

@@ -53,11 +53,12 @@ def test_the_summary_of_a_resumed_run_covers_both_attempts(tmp_path):
     run_steps(RunReporter(run_dir, max_steps=4, started=0.0), 1, 2, Recorder(), ledger)
     reporter = RunReporter(run_dir, max_steps=4, started=0.0)
     run_steps(reporter, 3, 4, Recorder(), ledger)
+    reporter.num_skipped_rows = 3
     reporter.summary(method="grpo", seed=1, ledger=ledger, steps=4, ended="no prompt is left")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.2, 0.5)
     assert summary["accuracy_gain"] == pytest.approx(0.3)
-    assert summary["rollouts_generated"] == 32
+    assert summary["rollouts_generated"] == 32 and summary["prompt_rows_skipped"] == 3
     assert (summary["steps"], summary["ended"]) == (4, "no prompt is left")
     # Median of 1, 2, 3, 4.
     assert summary["step_seconds_median"] == {"step_total": 2.5}

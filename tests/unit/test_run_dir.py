@@ -34,6 +34,19 @@ def test_resuming_forgets_the_steps_that_will_be_done_again(tmp_path):
     assert len((run.path / "samples.jsonl").read_text().splitlines()) == 2
 
 
+def test_an_evaluation_that_will_be_done_again_and_the_outcome_are_forgotten(tmp_path):
+    run = RunDirectory(tmp_path)
+    for step in (0, 2):
+        run.log("eval", step, {})
+        run.log_eval_prompts(step, {"a": 0.5})
+    run.log("train", 2, {})
+    run.write_json("summary.json", {"steps": 2})
+    run.forget_after(2, evaluated=0)
+    assert [(row["kind"], row["step"]) for row in read_metrics(run.path)] == [("eval", 0), ("train", 2)]
+    assert list(read_eval_prompts(run.path)) == [0]
+    assert not (tmp_path / "summary.json").exists()
+
+
 def test_whole_files_are_replaced_and_leave_no_temporary_file(tmp_path):
     run = RunDirectory(tmp_path)
     run.write_json("ledger.json", {"generated": 1})

@@ -143,3 +143,19 @@ def test_a_selector_sees_the_fresh_groups_of_a_step_by_prompt() -> None:
 
 def test_partial_credit_is_not_correct_and_more_than_one_is() -> None:
     assert num_correct(group_of("p", [1.0, 0.99, 1.5, 0.0])) == 2
+
+
+@pytest.mark.parametrize("num_prompts", [4, 5])
+@pytest.mark.parametrize("stop", range(6))
+def test_c37_stopped_at_any_step_two_passes_over_the_prompts_are_the_unbroken_ones(
+    num_prompts: int, stop: int
+) -> None:
+    unbroken, first = source_of(num_prompts), source_of(num_prompts)
+    wanted = [prompt.prompt_id for _ in range(num_prompts) for prompt in unbroken.next_prompts(2)]
+    assert [wanted.count(f"p{i}") for i in range(num_prompts)] == [2] * num_prompts
+    found = [prompt.prompt_id for _ in range(min(stop, num_prompts)) for prompt in first.next_prompts(2)]
+    resumed = source_of(num_prompts)
+    resumed.pool.load_state_dict(json.loads(json.dumps(first.pool.state_dict())))
+    while len(found) < len(wanted):
+        found += [prompt.prompt_id for prompt in resumed.next_prompts(2)]
+    assert found == wanted

@@ -23,7 +23,7 @@ def target():
     time.sleep(0.3)
     {ending}
 
-sys.exit(supervise(target))
+sys.exit(supervise(target{options}))
 """
 
 # In short sleeps: a signal that arrives just before a sleep begins is only seen by Python when the sleep ends.
@@ -40,10 +40,10 @@ ENDINGS = {
 }
 
 
-def start(ending):
+def start(ending, options=""):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.replace("{ending}", ending)],
+        [sys.executable, "-c", PROGRAM.replace("{ending}", ending).replace("{options}", options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -104,3 +104,14 @@ def test_a_library_that_changes_the_exit_code_of_the_signal_does_not_change_the_
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_child_that_does_not_stop_in_its_time_is_killed():
+    process = start(
+        f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{WAIT}\n    finally:\n        pass", ", stop_grace_s=0.1"
+    )
+    while process.stdout.readline() != "ready\n":
+        pass
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL

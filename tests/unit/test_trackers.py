@@ -43,3 +43,19 @@ def test_c60_tensorboard_and_offline_wandb_hold_the_figures_and_no_file_holds_th
     assert not any(KEY.encode() in path.read_bytes() for path in files)
     # A second run in the same directory continues the same wandb run.
     assert len((tmp_path / "wandb_run_id").read_text().strip()) == 8
+
+
+def test_c60_a_resumed_run_is_the_same_run_of_wandb(tmp_path, monkeypatch):
+    wandb, starts = pytest.importorskip("wandb"), []
+
+    def init(**settings):
+        starts.append(settings)
+        raise OSError("no network")
+
+    monkeypatch.setattr(wandb, "init", init)
+    for _ in range(2):
+        trackers = open_trackers(
+            run_dir=tmp_path, tensorboard_dir=None, wandb_mode="online", wandb_key=None, wandb_names=NAMES, config={}
+        )
+        assert trackers == []  # the run goes on without it
+    assert starts[0]["id"] == starts[1]["id"] and starts[0]["resume"] == "allow"
