@@ -91,6 +91,8 @@ class Suite:
             "ext.rollout.seed_requests": True,
             "ext.log.distance": True,
         }
+        if not method.stock:
+            flags["ext.resume"] = "auto"
         if self.final_samples is not None:
             flags["ext.eval.final_samples"] = self.final_samples
         flags |= {**dict(self.flags), **dict(method.flags), "actor.adam.lr": lr, "train.seed": seed}

@@ -1,7 +1,8 @@
 """``python -m openrlhf_ext.cli.benchmark SUITE``: methods x learning rates x seeds, with one table at the end.
 
 The suite file says what is run (``openrlhf_ext/benchmark/suite.py``; ``configs/benchmarks/countdown.yaml``). Finished
-runs are kept: the same command goes on where an interrupted one stopped. A run that fails is reported, the others go
+runs are kept, and the same command goes on where an interrupted one stopped: in the midst of a run after SIGTERM or
+Ctrl-C, which save it, at its last checkpoint or its start after SIGKILL. A run that fails is reported, the others go
 on, and the next call tries it again.
 """
 
@@ -102,7 +103,7 @@ class BenchmarkRun:
             self.plan.argv[1], [*self.plan.argv[2:], "--ext.run_dir", str(self.folder)], build_parser(), nest
         )
         config = self.folder / "config.yaml"
-        if config.exists() and _without_resume(config.read_text("utf-8")) != _without_resume(dump_settings(settings)):
+        if config.exists() and config.read_text("utf-8") != dump_settings(settings):
             raise ValueError(
                 f"{self.folder} holds a run with other settings than {self.plan.title} has now (see its config.yaml); "
                 "give another --out, or remove that folder"
@@ -116,10 +117,9 @@ class BenchmarkRun:
     def order(self) -> str:
         """The line that makes a worker train it: from its last checkpoint if there is one, else from the start."""
         argv = [*self.plan.argv, "--ext.run_dir", str(self.folder)]
-        if (Path(self.settings.flat["ckpt.path"]) / "_actor" / "latest").exists():
-            (self.folder / "failed.json").unlink(missing_ok=True)
-            argv.append("--ckpt.load_enable")
-        elif self.folder.exists():
+        for name in ("failed.json", "error.log"):
+            (self.folder / name).unlink(missing_ok=True)
+        if self.plan.stock and self.folder.exists():  # OpenRLHF's own trainer has no checkpoint to go on from
             shutil.rmtree(self.folder)
         return json.dumps({"argv": argv, "stock": self.plan.stock}) + "\n"
 
@@ -151,6 +151,7 @@ class Worker:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,  # Ctrl-C in the terminal is for this process, which then lets the run be saved
         )
         self.run: BenchmarkRun | None = None
         self._progress, self._since = 0, time.monotonic()
@@ -323,10 +324,6 @@ def _commit() -> str | None:
     except OSError:
         return None
     return done.stdout.strip() or None
-
-
-def _without_resume(config: str) -> str:
-    return "".join(line for line in config.splitlines(keepends=True) if not line.startswith("ckpt.load_enable:"))
 
 
 if __name__ == "__main__":

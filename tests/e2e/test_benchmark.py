@@ -37,6 +37,7 @@ methods:
   first: {{config: configs/cpu/grpo.yaml}}
   popo: {{config: configs/cpu/popo.yaml}}
   again: {{config: configs/cpu/grpo.yaml}}
+  popo_again: {{config: configs/cpu/popo.yaml}}
   broken: {{config: configs/cpu/grpo.yaml, flags: {{eval.dataset: {folder}/broken.jsonl}}}}
 """
 
@@ -116,7 +117,7 @@ def test_an_interrupted_suite_leaves_no_process_and_keeps_what_is_finished(inter
 def test_it_goes_on_without_making_a_finished_run_again(finished) -> None:
     out = finished[0]
     assert summary(out.parent, "first").read_bytes() == (out.parent / "first-summary.json").read_bytes()
-    for method in ("first", "popo", "again"):
+    for method in ("first", "popo", "again", "popo_again"):
         steps = [row["step"] for row in read_metrics(summary(out.parent, method).parent, "train")]
         assert steps == [1, 2, 3]
 
@@ -126,23 +127,29 @@ def test_a_run_that_fails_is_reported_and_the_others_are_compared(finished) -> N
     assert code == 1
     assert "error: broken lr 0.001 seed 1 failed: evaluation at step 0" in output
     results = json.loads((out / "results.json").read_text())
-    assert {run["method"] for run in results["runs"]} == {"first", "popo", "again"}
+    assert {run["method"] for run in results["runs"]} == {"first", "popo", "again", "popo_again"}
     assert "broken" in (out / "results.md").read_text()
 
 
+def figures(folder: Path, method: str) -> list[dict]:
+    """Everything that the run of a method measured, but for its speed."""
+    rows = read_metrics(summary(folder, method).parent)
+    speed = ("timing/", "wall_s", "train_wall_s", "rollout/engine_busy_frac")
+    return [{key: value for key, value in row.items() if not key.startswith(speed)} for row in rows]
+
+
 def test_the_same_run_gives_the_same_figures_after_others_and_in_another_process(finished) -> None:
-    out = finished[0]
-
-    def figures(method: str) -> list[dict]:
-        rows = read_metrics(summary(out.parent, method).parent)
-        return [{k: v for k, v in row.items() if not k.startswith("timing/") and "wall" not in k} for row in rows]
-
-    first, again = figures("first"), figures("again")
-    for row in (*first, *again):
-        row.pop("rollout/engine_busy_frac", None)
-    assert first == again
+    first = figures(finished[0].parent, "first")
+    assert first == figures(finished[0].parent, "again")
     assert first[-1]["policy/distance"] > 0
-    assert figures("popo") != first
+
+
+def test_an_interrupted_run_goes_on_to_the_same_figures_as_one_that_was_not(finished) -> None:
+    folder = finished[0].parent
+    assert (summary(folder, "popo").parent / "checkpoints" / "ext").is_dir()
+    popo = figures(folder, "popo")
+    assert popo == figures(folder, "popo_again")
+    assert popo != figures(folder, "first")
 
 
 def test_evaluations_come_at_the_same_rollouts_and_the_last_has_more_samples(finished) -> None:
