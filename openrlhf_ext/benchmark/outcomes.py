@@ -16,7 +16,7 @@ distance, distance_relative         how far the parameters are from the start (L
 grad_norm                           mean over steps
 entropy                             nats a token; mean over the last tenth of the steps
 share_fresh, _filled, _replayed     of trained rows; mean over the steps that train
-learnable_prompts                   not excluded, after the last step
+prompts_left                        in the pool and not excluded, after the last step
 phase/<name>                        share of the time in train steps
 fate/<name>                         share of the generated rollouts
 ==================================  ================================================================================
@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 
 from openrlhf_ext.evaluation import aes, paired_gain
+from openrlhf_ext.prompt_pool import STATES
 from openrlhf_ext.run_dir import read_eval_prompts, read_metrics
 
 
@@ -163,6 +164,9 @@ def _last_evaluation(first: dict, last: dict) -> dict[str, float | None]:
     }
 
 
+_PROMPTS_LEFT = {f"pool/num_{state}" for state in STATES if state != "excluded"}
+
+
 def _training(rows: Sequence[dict]) -> dict[str, float | None]:
     if not rows:
         return {}
@@ -170,6 +174,7 @@ def _training(rows: Sequence[dict]) -> dict[str, float | None]:
     shares = [row for row in rows if any(key.startswith("rows/share_") for key in row)]
     rollouts, gradient = rows[-1].get("budget/rollouts_generated"), _total(rows, "step/num_gradient_rollouts")
     entropies = _values(rows, "rollout/entropy_mean")
+    left = [count for key, count in rows[-1].items() if key in _PROMPTS_LEFT]
     phases = sorted({key for row in rows for key in row if key.startswith("timing/")} - {"timing/step_total"})
     return {
         "effective_generated": _mean(_values(rows, "groups/effective_frac_generated")),
@@ -186,7 +191,7 @@ def _training(rows: Sequence[dict]) -> dict[str, float | None]:
             f"share_{origin}": _mean([row.get(f"rows/share_{origin}", 0.0) for row in shares])
             for origin in ("fresh", "filled", "replayed")
         },
-        "learnable_prompts": rows[-1].get("pool/num_learnable"),
+        "prompts_left": sum(left) if left else None,
         **{
             f"phase/{key.removeprefix('timing/')}": sum(_values(rows, key)) / sum(seconds) for key in phases if seconds
         },

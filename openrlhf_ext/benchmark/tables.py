@@ -16,7 +16,7 @@ _GROUPS: tuple[Column, ...] = (
     ("effective, trained", "effective_trained", ".3f"),
     ("reward variance, trained", "reward_variance_trained", ".3f"),
     ("gradient rows a rollout", "gradient_rollouts", ".2f"),
-    ("learnable prompts left", "learnable_prompts", ",.0f"),
+    ("prompts left in the pool", "prompts_left", ",.0f"),
 )
 _POLICY: tuple[Column, ...] = (
     ("distance", "distance", ".3g"),

@@ -66,7 +66,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
             "train/actor_grad_norm": 3.0,
             "rollout/entropy_mean": 0.9,
             "rows/share_fresh": 1.0,
-            "pool/num_learnable": 90,
+            "pool/num_active": 90,
         },
         {
             "groups/effective_frac_generated": 0.3,
@@ -80,7 +80,10 @@ def test_figures_by_hand(tmp_path: Path) -> None:
             "rollout/entropy_mean": 0.7,
             "rows/share_fresh": 0.5,
             "rows/share_filled": 0.5,
-            "pool/num_learnable": 80,
+            "pool/num_active": 60,
+            "pool/num_deferred": 15,
+            "pool/num_skipped": 5,
+            "pool/num_excluded": 20,
         },
     ]
     last = {
@@ -127,7 +130,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
             "share_fresh": 0.75,
             "share_filled": 0.25,
             "share_replayed": 0.0,
-            "learnable_prompts": 80,
+            "prompts_left": 80,
             "phase/generation": 0.375,  # 3 of 8 s
             "phase/ppo_train": 0.625,
             "fate/trained_fresh": 0.75,
