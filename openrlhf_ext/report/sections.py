@@ -128,12 +128,6 @@ SECTIONS: Mapping[str, Sequence[Lines | Stack | StepTime]] = {
             {f"pool/num_{state}": state for state in STATES},
             _COLORS,
         ),
-        Lines(
-            "learnable_prompts",
-            "Learnable prompts",
-            "Number of prompts that are not excluded.",
-            {"pool/num_learnable": "prompts"},
-        ),
     ),
     "Diagnostics": (
         Lines(

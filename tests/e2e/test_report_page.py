@@ -42,7 +42,6 @@ def write_run(folder: Path, *, gain: float, seconds: float) -> None:
                     "fresh/ratio_clipped_frac": 0.01,
                     "pool/num_active": 1000 - step,
                     "pool/num_excluded": step,
-                    "pool/num_learnable": 1000 - step,
                     "train/actor_grad_norm": 0.5,
                     "rollout/entropy_mean": 1 / (1 + step),
                     "groups/effective_frac_generated": 0.5,
