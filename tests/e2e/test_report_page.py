@@ -113,7 +113,7 @@ def visit(suite: Path) -> Iterator[Visit]:
 def test_every_plot_is_drawn_and_is_a_file_too(suite: Path, visit: Visit) -> None:
     widths = visit.page.eval_on_selector_all("img", "all => Object.fromEntries(all.map(i => [i.id, i.naturalWidth]))")
     files = {path.stem for path in (suite / "report" / "plots").glob("*.png")}
-    assert set(widths) == files and len(files) == 16
+    assert set(widths) == files and len(files) == 15
     assert all(width > 0 for width in widths.values())
 
 
