@@ -223,10 +223,10 @@ class Benchmark:
                 while self._pending and len(self._workers) < self._jobs:
                     self._hire()
                 time.sleep(_POLL_S)
-                running = 0
                 for worker in list(self._workers):
-                    running += min(worker.num_rollouts(), self._budget)
                     self._look_after(worker)
+                # After that: a run that has just ended is among those done.
+                running = sum(min(worker.num_rollouts(), self._budget) for worker in self._workers)
                 now = ", ".join(worker.run.plan.title for worker in self._workers if worker.run)
                 bar.set_description(f"{self._done}/{total} runs, {len(self._failed)} failed; now {now}", refresh=False)
                 bar.update(max(0, self._done * self._budget + running - bar.n))
