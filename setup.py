@@ -34,7 +34,7 @@ setup(
         "data": ["reasoning-gym==0.1.25"],
         "math": ["math-verify==0.9.0"],
         # The report's page is opened in a Chromium of the system.
-        "test": ["playwright", "pytest", "pytest-timeout", "ruff"],
+        "test": ["playwright", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={"console_scripts": ["openrlhf-ext-train = openrlhf_ext.cli.train_ppo_ray:main"]},
 )

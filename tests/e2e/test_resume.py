@@ -70,7 +70,11 @@ def start_and_kill(start: Callable[[], Command], metrics: Path, step: int) -> No
 
 
 def check_metrics(found: dict, expected: dict) -> None:
-    """Counts are the same; means of log-probabilities and the like are, up to the order of sums in threads."""
+    """Counts are the same; means of log-probabilities and the like are, up to the order of sums in threads.
+
+    That includes the gap between the engine's and the trainer's log-probabilities: the engine has the trainer's
+    weights in the first step of an attempt, too.
+    """
     names = [name for name in found if not name.startswith(TIMED)]
     assert names == [name for name in expected if not name.startswith(TIMED)]
     for name in names:
@@ -78,9 +82,6 @@ def check_metrics(found: dict, expected: dict) -> None:
             assert found[name] == pytest.approx(expected[name], rel=1e-2, abs=1e-4), name
         else:
             assert found[name] == expected[name], name
-    if found["kind"] == "train" and found["train/num_rows"] > 0:
-        # The engine has the trainer's weights, also in the first step of an attempt.
-        assert found["rollout/engine_log_prob_abs_diff_mean"] < 0.05
 
 
 def without_advantage(line: dict) -> dict:
