@@ -472,6 +472,11 @@ def _check_checkpoints(args: SimpleNamespace, ext: ExtConfig) -> None:
         raise ValueError(
             f"{resumes} goes on from checkpoints that --ckpt.disable_ds does not write; remove one of the two"
         )
+    if resumes and args.train.enable_ema:
+        raise ValueError(
+            f"{resumes} with --train.enable_ema would lose the averaged model, which OpenRLHF's checkpoints do not "
+            "hold; remove one of the two"
+        )
 
 
 def _check_files(args: SimpleNamespace) -> None:

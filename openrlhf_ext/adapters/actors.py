@@ -231,11 +231,21 @@ class PolicyActor(SafePort, WindowedTraining, plain(upstream_actor.PolicyModelAc
     """OpenRLHF's policy actor, trained on planned windows."""
 
     def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
+        self._start = None
+        if strategy.measures_distance:
+            load = strategy.load_ckpt
+
+            def load_ckpt(*args, **kwargs):
+                self._start = self._weights()  # before a checkpoint takes their place
+                return load(*args, **kwargs)
+
+            strategy.load_ckpt = load_ckpt
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
         self._engine = self.actor.model
         self._schedule = TrainStepSchedule(self.actor_scheduler, strategy.optimizer_steps_per_train_step)
         self._engine.lr_scheduler = self.actor_scheduler = self.trainer.actor_scheduler = self._schedule
-        self._start = self._weights() if strategy.measures_distance else None
+        if strategy.measures_distance and self._start is None:
+            self._start = self._weights()
 
     def distance_from_start(self) -> dict[str, float]:
         """L2 distance of the weights from those at the start, alone and relative to the norm of those."""

@@ -67,6 +67,7 @@ GOOD: dict[str, object] = {
     "ckpt.load_enable": False,
     "ckpt.disable_ds": False,
     "ckpt.save_steps": -1,
+    "train.enable_ema": False,
     "ckpt.max_num": 3,
     "use_ms": False,
 }
@@ -176,6 +177,7 @@ def test_limits_themselves_pass(tmp_path: Path) -> None:
         ({}, {"eval": EvalConfig(every_rollouts=64)}, "--ext.eval.every_rollouts 64 has nothing to evaluate; "),
         ({"ckpt.disable_ds": True}, {"resume": "auto"}, "--ext.resume auto goes on from checkpoints that --ckpt.disa"),
         ({"ckpt.disable_ds": True, "ckpt.load_enable": True}, {}, "--ckpt.load_enable goes on from checkpoints that "),
+        ({"train.enable_ema": True}, {"resume": "auto"}, "--ext.resume auto with --train.enable_ema would lose the "),
         (
             {},
             {"dapo": DapoConfig(prompts_per_round=5, max_rounds=3)},
