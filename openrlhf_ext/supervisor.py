@@ -76,6 +76,8 @@ def _run_child(target: Callable[[], int], supervisor: int) -> None:
             os._exit(1)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, stop)
+        # A shell starts background jobs with SIGINT ignored, which Python leaves so; one that is passed on is meant.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         code = target()
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT

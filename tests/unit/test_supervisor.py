@@ -86,6 +86,18 @@ def test_a_signal_to_the_supervisor_ends_everything_and_runs_the_childs_finally(
     assert not any(map(is_running, daemons("".join(lines))))
 
 
+def test_ctrl_c_reaches_a_run_that_a_shell_started_in_the_background():
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does with its background jobs; inherited
+    try:
+        process = start(f"{WAIT}\n    finally:\n        pass")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert "ready\n" in iter(process.stdout.readline, "")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+
+
 def test_a_bystander_is_left_alone():
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
