@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from openrlhf_ext.tasks.jsonl import has_half_surrogate, parse_line
 
 INPUT_KEYS = ("input", "problem", "question", "prompt")
 LABEL_KEYS = ("label", "answer", "final_answer", "solution")
@@ -85,7 +86,7 @@ def _read(path: Path, input_key: str | None, label_key: str | None, limit: int |
             break
         if line.strip():
             try:
-                row = _parse(line)
+                row = parse_line(line)
                 input_key = input_key or _first_of(INPUT_KEYS, row, "input")
                 label_key = label_key or _first_of(LABEL_KEYS, row, "label")
                 rows.append(EvalRow(number, _input(row, input_key), _column(row, label_key, "label")))
@@ -94,18 +95,6 @@ def _read(path: Path, input_key: str | None, label_key: str | None, limit: int |
     if not rows or input_key is None or label_key is None:
         raise ValueError(f"{path} has no row; give a file with one JSON object per line")
     return EvalSet(path.stem, path, hashlib.sha256(content).hexdigest(), input_key, label_key, rows)
-
-
-def _parse(line: bytes) -> Mapping[str, object]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start} of the line; re-encode the file as UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"must be a JSON object, got {type(row).__name__}")
-    return row
 
 
 def _first_of(keys: Sequence[str], row: Mapping[str, object], kind: str) -> str:
@@ -129,7 +118,7 @@ def _input(row: Mapping[str, object], key: str) -> str:
         raise ValueError(f"{key!r} must be a string, got {type(value).__name__}")
     if not value.strip():
         raise ValueError(f"{key!r} is empty")
-    if value.encode("utf-8", "ignore").decode("utf-8") != value:
+    if has_half_surrogate(value):
         raise ValueError(f"{key!r} holds half of a surrogate pair, which no tokenizer can read")
     return value
 

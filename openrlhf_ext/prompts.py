@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from openrlhf_ext.tasks.jsonl import BadLine, has_half_surrogate, parse_line
+
 logger = logging.getLogger(__name__)
 
 _NUM_SHOWN = 10
@@ -53,10 +55,6 @@ class PromptFile:
     rows: list[PromptRow]
     skipped: list[BadRow]
     num_repeated: int
-
-
-class _BadRow(Exception):
-    """Why the row being read cannot be used."""
 
 
 def read_prompts(
@@ -112,11 +110,11 @@ def check_prompts(
     occurrences: Counter[str] = Counter()
     for number, source in rows:
         try:
-            values = _parse(source) if isinstance(source, bytes) else source
+            values = parse_line(source) if isinstance(source, bytes) else source
             row = _read_row(values, number, (input_key, label_key, image_key), apply_chat_template, occurrences)
             if row.id in seen:
-                raise _BadRow(f"id {row.id!r} was already used in line {seen[row.id]}")
-        except _BadRow as problem:
+                raise BadLine(f"id {row.id!r} was already used in line {seen[row.id]}")
+        except BadLine as problem:
             bad.append(BadRow(number, str(problem)))
             continue
         seen[row.id] = number
@@ -168,49 +166,35 @@ def _read_row(
     if label_key is not None:
         label = row.get(label_key)
         if label is None:
-            raise _BadRow(f"{label_key!r} (--data.label_key) is {'null' if label_key in row else 'missing'}")
+            raise BadLine(f"{label_key!r} (--data.label_key) is {'null' if label_key in row else 'missing'}")
         if isinstance(label, str) and not label.strip():
-            raise _BadRow(f"{label_key!r} (--data.label_key) is empty; without labels leave the flag out")
+            raise BadLine(f"{label_key!r} (--data.label_key) is empty; without labels leave the flag out")
     datasource = row.get("datasource", "default")
     if not isinstance(datasource, str):
-        raise _BadRow(f"'datasource' must be a string, got {datasource!r}")
+        raise BadLine(f"'datasource' must be a string, got {datasource!r}")
     identity = _identity(row, prompt, label, datasource, occurrences)
     return PromptRow(identity, number, prompt, label, datasource, row.get(image_key))
 
 
-def _parse(line: bytes) -> Mapping[str, object]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _BadRow(f"not UTF-8 at byte {error.start} of the line; re-encode the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise _BadRow(f"not valid JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
-        raise _BadRow(f"not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise _BadRow(f"must be a JSON object, got {type(row).__name__}")
-    return row
-
-
 def _input(row: Mapping[str, object], key: str, apply_chat_template: bool) -> str | list[dict[str, object]]:
     if key not in row:
-        raise _BadRow(f"{key!r} (--data.input_key) is missing; the row has {', '.join(map(repr, row)) or 'no keys'}")
+        raise BadLine(f"{key!r} (--data.input_key) is missing; the row has {', '.join(map(repr, row)) or 'no keys'}")
     value = row[key]
     if isinstance(value, list) and apply_chat_template:
         if not value or not all(map(_is_message, value)):
-            raise _BadRow(f"{key!r} must be a list of chat messages, each with 'role' and 'content'")
+            raise BadLine(f"{key!r} must be a list of chat messages, each with 'role' and 'content'")
         contents = [message["content"] for message in value]
         if not any(content.strip() if isinstance(content, str) else content for content in contents):
-            raise _BadRow(f"{key!r} is empty")
+            raise BadLine(f"{key!r} is empty")
     elif isinstance(value, list):
-        raise _BadRow(f"{key!r} is a list of chat messages, which needs --data.apply_chat_template")
+        raise BadLine(f"{key!r} is a list of chat messages, which needs --data.apply_chat_template")
     elif not isinstance(value, str):
-        raise _BadRow(f"{key!r} must be a string, got {'null' if value is None else type(value).__name__}")
+        raise BadLine(f"{key!r} must be a string, got {'null' if value is None else type(value).__name__}")
     elif not value.strip():
-        raise _BadRow(f"{key!r} is empty")
+        raise BadLine(f"{key!r} is empty")
     text = json.dumps(value, ensure_ascii=False)
-    if text.encode("utf-8", "ignore").decode("utf-8") != text:
-        raise _BadRow(f"{key!r} holds half of a surrogate pair, which no tokenizer can read")
+    if has_half_surrogate(text):
+        raise BadLine(f"{key!r} holds half of a surrogate pair, which no tokenizer can read")
     return value
 
 
@@ -229,7 +213,7 @@ def _identity(
     if "id" in row:
         given = row["id"]
         if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
-            raise _BadRow(f"'id' must be a non-empty string or an integer, got {given!r}")
+            raise BadLine(f"'id' must be a non-empty string or an integer, got {given!r}")
         return str(given)
     content = _canonical([datasource, prompt, label])
     occurrences[content] += 1

@@ -11,7 +11,7 @@
     methods:
       grpo: {config: configs/cpu/grpo.yaml}
       arpo: {config: configs/cpu/arpo.yaml, learning_rates: [1e-4], flags: {...}}
-      openrlhf: {config: configs/cpu/stock.yaml, stock: true}
+      openrlhf: {config: configs/cpu/grpo.yaml, stock: true}   # by its own trainer
 
 Paths start at the current folder, as everywhere on the command line.
 """

@@ -1,4 +1,4 @@
-"""Writing prompt files."""
+"""Reading and writing files of one JSON object a line."""
 
 import json
 import os
@@ -19,3 +19,27 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, str]]) -> bool:
     partial.write_bytes(text.encode())
     partial.replace(path)
     return True
+
+
+class BadLine(ValueError):
+    """Why a line, or the object in it, cannot be used."""
+
+
+def parse_line(line: bytes) -> dict[str, object]:
+    """The object in one line. Raises BadLine for anything else."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8 at byte {error.start} of the line; re-encode the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise BadLine(f"not valid JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise BadLine(f"must be a JSON object, got {type(row).__name__}")
+    return row
+
+
+def has_half_surrogate(text: str) -> bool:
+    """Whether text holds half of a surrogate pair, which JSON can say and no tokenizer can read."""
+    return text.encode("utf-8", "ignore").decode("utf-8") != text
