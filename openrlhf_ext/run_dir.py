@@ -22,6 +22,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+_TAIL_BYTES = 2**18
+"""Many times a line, which is a few thousand bytes."""
+
 
 class RunDirectory:
     """Writes the files above. Every line is flushed, whole files are replaced atomically."""
@@ -94,6 +97,25 @@ class RunDirectory:
 def read_metrics(run_dir: str | Path, kind: str | None = None) -> list[dict]:
     """The lines of a run's metrics.jsonl, of one kind or all."""
     return [row for row in _read(Path(run_dir) / "metrics.jsonl") if kind is None or row["kind"] == kind]
+
+
+def newest_metrics(run_dir: str | Path, kind: str) -> dict | None:
+    """The last line of one kind in a run's metrics.jsonl, read from its end: for those who look every second."""
+    try:
+        with open(Path(run_dir) / "metrics.jsonl", "rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(start)
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines[1:] if start else lines):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["kind"] == kind:
+            return row
+    return None
 
 
 def read_eval_prompts(run_dir: str | Path) -> dict[int, dict[str, float]]:

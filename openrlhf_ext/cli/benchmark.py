@@ -28,7 +28,7 @@ from openrlhf_ext.adapters.upstream_cli import build_parser, nest, validate
 from openrlhf_ext.benchmark.suite import PlannedRun, Suite, load_suite, parts_key
 from openrlhf_ext.benchmark.tables import write_results
 from openrlhf_ext.checks import check, check_reward_file, read_prompt_files
-from openrlhf_ext.run_dir import read_metrics
+from openrlhf_ext.run_dir import newest_metrics
 from openrlhf_ext.settings import dump_settings, resolve
 
 _POLL_S = 1.0
@@ -125,8 +125,8 @@ class BenchmarkRun:
 
     def num_rollouts(self) -> int:
         """Rollouts generated so far."""
-        rows = read_metrics(self.folder, "train")
-        return rows[-1]["budget/rollouts_generated"] if rows else 0
+        newest = newest_metrics(self.folder, "train")
+        return newest["budget/rollouts_generated"] if newest else 0
 
     def fail(self, reason: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

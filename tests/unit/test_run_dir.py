@@ -1,7 +1,8 @@
 import json
 import math
 
-from openrlhf_ext.run_dir import RunDirectory, read_eval_prompts, read_metrics
+from openrlhf_ext import run_dir
+from openrlhf_ext.run_dir import RunDirectory, newest_metrics, read_eval_prompts, read_metrics
 
 
 def test_every_line_is_json_even_with_numbers_that_are_not_finite_and_broken_text(tmp_path):
@@ -78,3 +79,18 @@ def test_every_replayed_group_is_traced_to_its_birth_and_a_resumed_run_forgets_l
         {"step": 5, "origin": "replay", "groups": [traced]},
         {"step": 5, "origin": "rollout_replay", "groups": [traced, traced]},
     ]
+
+
+def test_the_newest_line_of_a_kind_is_found_from_the_end_of_a_file_of_any_length(tmp_path, monkeypatch):
+    assert newest_metrics(tmp_path, "train") is None
+    run = RunDirectory(str(tmp_path))
+    for step in range(50):
+        run.log("train", step, {"budget/rollouts_generated": 8 * step})
+    run.log("eval", 49, {"eval/accuracy": 0.5})
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"kind": "train", "step": 50')  # being written
+    whole = (tmp_path / "metrics.jsonl").stat().st_size
+    for num_bytes in (whole + 1, whole, whole - 1, 300):
+        monkeypatch.setattr(run_dir, "_TAIL_BYTES", num_bytes)
+        assert newest_metrics(tmp_path, "train") == read_metrics(tmp_path, "train")[-1]
+        assert newest_metrics(tmp_path, "eval")["eval/accuracy"] == 0.5
