@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
+
+# DeepSpeed looks for ninja on the PATH.
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 class Command:
@@ -25,8 +29,7 @@ class Command:
                 [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray"]
                 + ["--config", f"configs/cpu/{config}.yaml", "--ext.run_dir", str(run_dir), *flags],
                 cwd=ROOT,
-                # DeepSpeed looks for ninja on the PATH.
-                env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+                env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -109,7 +112,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def train_variants(folder: Path, task: Path, flags: Mapping[str, Sequence[str]], *common: str) -> Path:
-    """Train several configurations on the same real parts (variants.py), each in a folder of its name.
+    """Train several configurations on the same real parts, each from the same model, in a folder of its name.
 
     Args:
         task: the ``countdown`` fixture.
@@ -124,17 +127,28 @@ def train_variants(folder: Path, task: Path, flags: Mapping[str, Sequence[str]],
         *("--train.micro_batch_size", "32", "--rollout.micro_batch_size", "32", "--actor.adam.lr", "3e-5"),
         *common,
     ]
+    runs = {}
     for name, own in flags.items():
-        arguments += ["--", name, *own]
-        if "aper" in name or "combined" in name:
-            arguments += ["--ext.replay.warmup_steps", "1"]
+        warmup = ("--ext.replay.warmup_steps", "1") if "aper" in name or "combined" in name else ()
+        runs[name] = [f"configs/cpu/{name}.yaml", *arguments, *own, *warmup]
+    return train_on_one_stack(folder, runs)
+
+
+def train_on_one_stack(folder: Path, runs: Mapping[str, Sequence[str]], *, stock: bool = False) -> Path:
+    """Train one after the other on the same engines and actors, as a benchmark's worker does.
+
+    Args:
+        runs: configuration file and flags of each run, by the name of its folder.
+        stock: by OpenRLHF's own trainer.
+    """
+    argvs = [["--config", *run, "--ext.run_dir", str(folder / name)] for name, run in runs.items()]
     # To a file: a pipe that nobody reads would block once it is full.
     with open(folder / "output.txt", "wb") as output:
         code = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("variants.py")), str(folder), *arguments],
+            [sys.executable, "-m", "openrlhf_ext.cli.benchmark_worker"],
             cwd=ROOT,
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-            stdin=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            input="".join(json.dumps({"argv": argv, "stock": stock}) + "\n" for argv in argvs).encode(),
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=900,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import NoReturn
 
 import psutil
 import pytest
-from command import ROOT
+from command import ENVIRONMENT, ROOT
 
 from openrlhf_ext.run_dir import read_metrics
 
@@ -52,7 +51,7 @@ class SuiteCommand:
                 [sys.executable, "-m", "openrlhf_ext.cli.benchmark", str(folder / "suite.yaml")]
                 + ["--out", str(folder / "out")],
                 cwd=ROOT,
-                env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+                env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

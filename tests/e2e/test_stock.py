@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import ROOT
+from command import train_on_one_stack
 
 from openrlhf_ext.run_dir import read_eval_prompts, read_metrics
 
@@ -39,20 +36,8 @@ def stock(countdown: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             *("--ext.eval.at_start", "false", "--ext.eval.every_rollouts", "150"),
         ),
     }
-    config = ("--config", "configs/cpu/grpo.yaml")
-    argvs = [[*config, *task, "--ext.run_dir", str(folder / name), *flags] for name, flags in runs.items()]
-    with open(folder / "output.txt", "wb") as output:
-        code = subprocess.run(
-            [sys.executable, "-m", "openrlhf_ext.cli.benchmark_worker"],
-            cwd=ROOT,
-            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-            input="".join(json.dumps({"argv": argv, "stock": True}) + "\n" for argv in argvs).encode(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=900,
-        ).returncode
-    assert code == 0, (folder / "output.txt").read_text(errors="replace")[-4000:]
-    return folder
+    config = "configs/cpu/grpo.yaml"
+    return train_on_one_stack(folder, {name: [config, *task, *flags] for name, flags in runs.items()}, stock=True)
 
 
 @pytest.fixture
