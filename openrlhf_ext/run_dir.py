@@ -89,9 +89,14 @@ class RunDirectory:
                 file.write(json.dumps(_finite(row)) + "\n")
 
     def _replace(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path / name)
+        replace_text(self.path / name, text)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file whole: whoever reads it sees the old or the new content."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, file)
 
 
 def read_metrics(run_dir: str | Path, kind: str | None = None) -> list[dict]:

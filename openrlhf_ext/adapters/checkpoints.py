@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from pathlib import Path
 import ray
 
 from openrlhf_ext.checkpoint import sidecar
+from openrlhf_ext.run_dir import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,8 @@ class Checkpoints:
                 logger.warning("checkpoint %s is left out: %s", tag, problem)
                 continue
             for model in self._models:
-                _replace(self._path / model / "latest", tag)
+                if (self._path / model).is_dir():
+                    replace_text(self._path / model / "latest", tag)
             self.best = state["best"]
             self._write_best()
             return Restored(tag, _step_of(tag), state)
@@ -107,7 +108,7 @@ class Checkpoints:
 
     def _write_best(self) -> None:
         if self.best is not None:
-            _replace(self._root / "best.json", json.dumps(self.best))
+            replace_text(self._root / "best.json", json.dumps(self.best))
         else:
             (self._root / "best.json").unlink(missing_ok=True)
 
@@ -151,11 +152,3 @@ def _tags(folder: Path) -> set[str]:
 
 def _step_of(tag: str) -> int:
     return int(tag.removeprefix("global_step"))
-
-
-def _replace(file: Path, text: str) -> None:
-    if not file.parent.is_dir():
-        return
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)

@@ -15,6 +15,7 @@ from openrlhf.datasets.utils import blending_datasets
 from openrlhf.utils import get_tokenizer
 from transformers import AutoConfig
 
+from openrlhf_ext.adapters.upstream import first_line
 from openrlhf_ext.config import DataConfig
 from openrlhf_ext.prompts import PromptFile, PromptRow, check_prompts, leave_out
 from openrlhf_ext.types import Prompt
@@ -41,7 +42,7 @@ def check_data(strategy, config: DataConfig, files: Mapping[str, PromptFile]) ->
     except Exception as error:  # transformers raises many kinds, each with a page of advice
         raise ValueError(
             f"--actor.model_name_or_path {name}: its config.json or tokenizer cannot be loaded "
-            f"({type(error).__name__}: {_first_line(error)}); give a folder that save_pretrained of model and "
+            f"({type(error).__name__}: {first_line(error)}); give a folder that save_pretrained of model and "
             "tokenizer wrote, or the name of a model"
         ) from None
     check_model(tokenizer, model, args)
@@ -134,7 +135,7 @@ def _read(flag: str, name: str, strategy, config: DataConfig) -> PromptFile:
         rows = list(islice(rows, args.data.max_samples))
     except Exception as error:  # datasets raises many kinds, for networks, files and columns
         raise ValueError(
-            f"--{flag} {name} cannot be loaded ({type(error).__name__}: {_first_line(error)}); check the name and the "
+            f"--{flag} {name} cannot be loaded ({type(error).__name__}: {first_line(error)}); check the name and the "
             "split, or give a local .jsonl file"
         ) from None
     return check_prompts(
@@ -164,7 +165,7 @@ def _templated(rows: Sequence[PromptRow], tokenizer, data) -> tuple[list[str], l
         try:
             text, _ = preprocess_data({data.input_key: row.input}, data.input_template, data.input_key, None, chat)
         except TemplateError as error:
-            problem = f"the tokenizer's chat template refuses these messages: {_first_line(error)}"
+            problem = f"the tokenizer's chat template refuses these messages: {first_line(error)}"
         texts.append(text)
         problems.append(problem)
     return texts, problems
@@ -186,7 +187,3 @@ def _misfits(texts: Sequence[str], tokenizer, args, vocabulary: int) -> Iterator
             yield f"has token {max(ids)}, but the model's vocabulary has {vocabulary} (0 to one less)"
         else:
             yield None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -20,6 +20,7 @@ from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from ray.exceptions import RayActorError, RayError
 
 from openrlhf_ext.adapters.engine import FAILURE_KEY
+from openrlhf_ext.adapters.upstream import first_line
 from openrlhf_ext.config import ExtConfig
 from openrlhf_ext.rewards.result import RewardFailure, RewardValues, check_reward
 from openrlhf_ext.types import FailedRequest, Rollout, RolloutGroup, RolloutRequest
@@ -68,7 +69,7 @@ class EnginePool:
         if not self.engines:
             raise RuntimeError(
                 f"no vLLM engine is left: {self._names[engine]} died as the last one, most often for want of memory; "
-                f"see the logs of the workers ({_first_line(error)})"
+                f"see the logs of the workers ({first_line(error)})"
             ) from None
 
 
@@ -179,9 +180,9 @@ class GroupGenerator:
             responses, problem = ray.get(ref)
         except RayActorError as error:
             self._pool.lost(engine, error)
-            return _failed(request, "engine_error", f"engine died: {_first_line(error)}", [])
+            return _failed(request, "engine_error", f"engine died: {first_line(error)}", [])
         except RayError as error:
-            return _failed(request, "engine_error", _first_line(getattr(error, "cause", None) or error), [])
+            return _failed(request, "engine_error", first_line(getattr(error, "cause", None) or error), [])
         if problem == "deadline":
             detail = f"{request.num_rollouts - len(responses)} of {request.num_rollouts} rollouts unfinished"
             return _failed(request, "deadline", f"{detail} after {self._ext.rollout.deadline_s:g} s", responses)
@@ -250,11 +251,6 @@ class _RequestSeeds:
         self._count += 1
         digest = hashlib.sha256(f"{self._run}/{version}/{self._count}".encode()).digest()
         return int.from_bytes(digest[:4], "big") << 16  # the rollouts of a group take the numbers that follow
-
-
-def _first_line(error: Exception) -> str:
-    """Ray appends addresses and advice over many lines."""
-    return str(error).strip().partition("\n")[0]
 
 
 def _log_probs_fit(response: dict) -> bool:

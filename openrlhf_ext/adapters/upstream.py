@@ -1,4 +1,4 @@
-"""Small tools for extending OpenRLHF's Ray actor classes, and the version they were written against."""
+"""Small tools for what comes from OpenRLHF and its stack, and the version they were written against."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def plain(actor_class: object) -> type:
             f"cannot find the plain class under {actor_class!r} in ray {version('ray')}; "
             "openrlhf_ext is written against ray 2.55.0"
         ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message: Ray, transformers and datasets append addresses and pages of advice."""
+    return str(error).strip().partition("\n")[0]
 
 
 def check_version() -> None:
