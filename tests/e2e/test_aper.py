@@ -18,7 +18,10 @@ def trained(countdown: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a run of each configuration."""
     folder = tmp_path_factory.mktemp("two_actors")
     flags = ("--ext.max_steps", "6", "--actor.num_gpus_per_node", "2")
-    return train_variants(folder, countdown, dict.fromkeys(CONFIGS, ()), *flags)
+    own = dict.fromkeys(CONFIGS, ())
+    # About 6 of 24 prompts are committed: never a whole batch of 16, so that filling has something to do.
+    own["combined"] = ("--ext.pilot.prompts_per_round", "24")
+    return train_variants(folder, countdown, own, *flags)
 
 
 def test_aper_adds_a_draw_to_every_fresh_informative_rollout(trained: Path) -> None:
