@@ -22,6 +22,7 @@ _LOCAL_SUFFIXES = (".py", ".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _SECRETS = ("logger.wandb.key",)
 _DATASETS = ("data.prompt_dataset", "eval.dataset")
 _FILES = ("train.agent_func_path", "ckpt.path", "ckpt.output_dir", "logger.tensorboard_dir")
+_FOLDERS = {"ckpt.path": "checkpoints", "ckpt.output_dir": "model"}
 _MODELS = ("actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path")
 
 
@@ -62,7 +63,7 @@ def resolve(
     ext = replace(ext, run_dir=_absolute(ext.run_dir))
     defaults = vars(parser.parse_args([]))
     flat = _parsed(theirs, parser, {**defaults, **_from_file(raw, parser)})
-    _resolve_paths(flat, defaults, Path(ext.run_dir))
+    _resolve_paths(flat, defaults, ext)
     changed = {key: value for key, value in flat.items() if value != defaults[key]}
     return Settings(nest(copy.deepcopy(flat)), ext, flat, changed)
 
@@ -70,11 +71,18 @@ def resolve(
 def dump_settings(settings: Settings) -> str:
     """YAML of everything that differs from OpenRLHF's defaults and all of ``ext``; loadable as ``--config``.
 
-    Secrets are left out and named in a comment.
+    Secrets are left out and named in a comment. So are the folders under the run directory: with another
+    ``--ext.run_dir`` the file means that one's.
     """
-    shown = {key: _plain(value) for key, value in settings.changed.items() if key not in _SECRETS}
+    left_out = {*_SECRETS, *(key for key, path in run_dir_folders(settings.ext).items() if settings.flat[key] == path)}
+    shown = {key: _plain(value) for key, value in settings.changed.items() if key not in left_out}
     hidden = [f"# {key}: set, not shown\n" for key in _SECRETS if key in settings.changed]
     return "".join(hidden) + dump_yaml({**shown, "ext": to_dict(settings.ext)})
+
+
+def run_dir_folders(ext: ExtConfig) -> dict[str, str]:
+    """Where checkpoints and the model go unless told otherwise, by flag."""
+    return {key: str(Path(ext.run_dir) / folder) for key, folder in _FOLDERS.items()}
 
 
 def refuse(message: str) -> NoReturn:
@@ -202,11 +210,11 @@ def _scalar(action: argparse.Action, value: object) -> object:
     return value
 
 
-def _resolve_paths(flat: dict[str, object], defaults: Mapping[str, object], run_dir: Path) -> None:
+def _resolve_paths(flat: dict[str, object], defaults: Mapping[str, object], ext: ExtConfig) -> None:
     """Makes paths absolute, and puts checkpoints and the model under the run directory unless told otherwise."""
-    for key, folder in (("ckpt.path", "checkpoints"), ("ckpt.output_dir", "model")):
+    for key, folder in run_dir_folders(ext).items():
         if flat[key] == defaults[key]:
-            flat[key] = str(run_dir / folder)
+            flat[key] = folder
     for key in _FILES:
         if flat[key]:
             flat[key] = _absolute(str(flat[key]))

@@ -172,6 +172,13 @@ def test_printed_settings_load_as_the_same_settings_without_the_secret() -> None
     assert again.flat == {**settings.flat, "logger.wandb.key": None}
 
 
+def test_printed_settings_with_another_run_directory_leave_that_of_the_first_alone(tmp_path: Path) -> None:
+    Path("printed.yaml").write_text(dump_settings(run("--ckpt.output_dir", "elsewhere")))
+    again = resolve("printed.yaml", ["--ext.run_dir", "b"], make_parser(), lambda flat: SimpleNamespace(**flat))
+    assert again.flat["ckpt.path"] == str(tmp_path / "b" / "checkpoints")
+    assert again.flat["ckpt.output_dir"] == str(tmp_path / "elsewhere")
+
+
 def test_openrlhf_may_change_its_arguments_without_changing_ours() -> None:
     settings = run()
     settings.upstream.__dict__["algo.threshold"].insert(0, 0.0)
