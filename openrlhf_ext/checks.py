@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_ext.config import ExtConfig, PoolConfig
+from openrlhf_ext.placement_needs import needs
 from openrlhf_ext.prompts import PromptFile, read_prompts
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.settings import Settings, looks_local
@@ -30,9 +31,11 @@ def check(settings: Settings) -> None:
     args, ext = settings.upstream, settings.ext
     _check_required(args)
     _check_supported(args)
+    _check_images(args)
     _check_positive(settings)
     _check_sampling(args)
     _check_batches(args)
+    _check_placement(args)
     _check_rounds(args, ext)
     _check_groups(args, ext)
     _check_fill(args, ext)
@@ -41,6 +44,9 @@ def check(settings: Settings) -> None:
     _check_success_replay(args, ext)
     _check_throttle(ext)
     _check_lengths(args)
+    _check_agent(args)
+    _check_lora(args)
+    _check_precision(args, ext)
     _check_schedule(args, ext)
     _check_template(args)
     _check_mixture(args)
@@ -56,7 +62,7 @@ def check_reward_file(settings: Settings) -> None:
     Raises:
         ValueError: the file cannot be imported or defines no reward_func, with its error and line.
     """
-    path = str(settings.flat["reward.remote_url"] or "")
+    path = "" if settings.flat["train.agent_func_path"] else str(settings.flat["reward.remote_url"] or "")
     if path.endswith(".py") and settings.ext.reward.deadline_s > 0:
         RewardPool(path, settings.ext.reward.deadline_s, workers=1).close()
 
@@ -118,6 +124,23 @@ def _check_supported(args: SimpleNamespace) -> None:
         raise ValueError("--use_ms is not supported; download the model and give its folder")
 
 
+def _check_images(args: SimpleNamespace) -> None:
+    """What takes a model's images from their places; OpenRLHF refuses some of it itself, and a critic."""
+    most = args.data.max_images_per_prompt
+    if most < 0:
+        raise ValueError(f"--data.max_images_per_prompt must be at least 0, which is none, got {most}")
+    packs = "makes OpenRLHF pack rows end to end, which takes images from their places"
+    for flag, on, problem in (
+        ("--train.dynamic_batch_enable", args.train.dynamic_batch_enable, packs),
+        (f"--ds.ring_attn_size {args.ds.ring_attn_size}", args.ds.ring_attn_size > 1, packs),
+        ("--ds.use_liger_kernel", args.ds.use_liger_kernel, "has no vision models"),
+    ):
+        if most and on:
+            raise ValueError(
+                f"{flag} {problem}, so it does not go with --data.max_images_per_prompt {most}; remove it"
+            )
+
+
 def _check_positive(settings: Settings) -> None:
     for key in (
         "rollout.batch_size",
@@ -173,6 +196,35 @@ def _check_batches(args: SimpleNamespace) -> None:
             f"{args.train.micro_batch_size} x {world_size // ranks_per_copy} data-parallel ranks = {micro}; change "
             "--train.micro_batch_size or --train.batch_size"
         )
+
+
+def _check_placement(args: SimpleNamespace) -> None:
+    """What shares the actor's GPUs must fit onto them. OpenRLHF asserts part of it, after engines have started."""
+    actor, *others = needs(args)
+    for need in others:
+        if min(need.blocks, need.size) < 1:
+            raise ValueError(f"{need.flags}: both must be at least 1")
+        if not need.shared:
+            continue
+        flag = "--train.colocate_all" if args.train.colocate_all else "--train.colocate_actor_ref"
+        shared = f"{need.flags} with {flag}, which puts them on the GPUs of {actor.flags}"
+        if need.what == "vllm" and need.gpus != actor.gpus:
+            raise ValueError(
+                f"{shared}: {need.gpus} GPUs for engines, {actor.gpus} for the actor; make them the same number, with "
+                f"--vllm.num_engines {actor.gpus // need.size or 1} for example"
+            )
+        if need.what == "vllm" and actor.blocks > 1 and actor.size % need.size:
+            raise ValueError(
+                f"{shared}: an engine would be on two nodes; use a --vllm.tensor_parallel_size that divides "
+                f"{actor.size}"
+            )
+        # OpenRLHF wants the same of the reference model; a critic may have fewer.
+        same = (need.blocks, need.size) == (actor.blocks, actor.size)
+        if (need.what == "ref" and not same) or (need.what == "critic" and need.gpus > actor.gpus):
+            raise ValueError(
+                f"{shared}: give both the same, --{need.what}.num_nodes {actor.blocks} "
+                f"--{need.what}.num_gpus_per_node {actor.size}"
+            )
 
 
 def _divisor(total: int, near: int) -> int:
@@ -379,11 +431,60 @@ def _check_lengths(args: SimpleNamespace) -> None:
             f"--reward.overlong_buffer_len {overlong:g} must be above 0 and at most --rollout.max_new_tokens, which "
             f"is {args.rollout.max_new_tokens}; set that, or remove the penalty"
         )
+    factor = args.reward.overlong_penalty_factor
+    if overlong is not None and not 0 < factor < math.inf:
+        raise ValueError(f"--reward.overlong_penalty_factor must be above 0, or long answers gain, got {factor:g}")
     truncated = args.reward.stop_properly_penalty_coef
     if truncated is not None and truncated > 1:
         raise ValueError(
             f"--reward.stop_properly_penalty_coef must be a factor up to 1, or a negative reward, got {truncated:g}"
         )
+
+
+def _check_agent(args: SimpleNamespace) -> None:
+    agent, reward = args.train.agent_func_path, args.reward.remote_url
+    if not agent:
+        return
+    if not agent.endswith(".py"):
+        raise ValueError(f"--train.agent_func_path {agent} must be a .py file that defines AgentExecutor")
+    if reward:
+        logger.warning(
+            "--reward.remote_url %s is not used: with --train.agent_func_path the agent gives rewards", reward
+        )
+
+
+def _check_precision(args: SimpleNamespace, ext: ExtConfig) -> None:
+    if ext.fp32 and args.ds.attn_implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"--ext.fp32 does not go with --ds.attn_implementation {args.ds.attn_implementation}, which computes in "
+            "bfloat16 or float16 only; set it to sdpa"
+        )
+
+
+def _check_lora(args: SimpleNamespace) -> None:
+    """LoRA only where the weights of the whole model can be had: engines know no adapters."""
+    if args.ds.load_in_4bit:
+        raise ValueError("--ds.load_in_4bit is not supported: vLLM engines take whole weights only; remove it")
+    lora = args.ds.lora
+    if lora.rank == 0:
+        return
+    for name, value, fits, range_ in (
+        ("rank", lora.rank, lora.rank > 0, "at least 0, which is off"),
+        ("alpha", lora.alpha, lora.alpha > 0, "above 0, or nothing is trained"),
+        ("dropout", lora.dropout, 0 <= lora.dropout < 1, "at least 0 and below 1"),
+    ):
+        if not fits:
+            raise ValueError(f"--ds.lora.{name} must be {range_}, got {value:g}")
+    for flag, on, way_out in (
+        ("--ds.zero_stage 3", args.ds.zero_stage == 3, "use --ds.zero_stage 2"),
+        (f"--ds.tensor_parallel_size {args.ds.tensor_parallel_size}", args.ds.tensor_parallel_size > 1, "use 1"),
+        ("--train.enable_ema", args.train.enable_ema, "remove it"),
+    ):
+        if on:
+            raise ValueError(
+                f"--ds.lora.rank {lora.rank} does not go with {flag}: each process must hold its layers "
+                f"whole, and the trained model be the only one; {way_out}, or train without LoRA"
+            )
 
 
 def _check_schedule(args: SimpleNamespace, ext: ExtConfig) -> None:

@@ -87,6 +87,8 @@ def _read(path: Path, input_key: str | None, label_key: str | None, limit: int |
         if line.strip():
             try:
                 row = parse_line(line)
+                if row.get("images"):
+                    raise ValueError("has images, which this command shows no model; use --eval.dataset in training")
                 input_key = input_key or _first_of(INPUT_KEYS, row, "input")
                 label_key = label_key or _first_of(LABEL_KEYS, row, "label")
                 rows.append(EvalRow(number, _input(row, input_key), _column(row, label_key, "label")))

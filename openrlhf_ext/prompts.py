@@ -1,7 +1,7 @@
 """Sets of prompts: every row checked before anything starts, and refused or left out by its place.
 
 A prompt file is JSON Lines: one object per line with the input, usually a label for the verifier, and optionally
-``id`` and ``datasource``.
+``id``, ``datasource`` and ``images`` (one or a list of paths, data URIs or URLs).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import codecs
 import hashlib
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,8 +35,8 @@ class PromptRow:
     input: str | list[dict[str, object]]
     label: object
     datasource: str
-    images: object = None
-    """What the image key holds, untouched."""
+    images: list[str] | None = None
+    """Absolute paths, data URIs or URLs; None for text alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def read_prompts(
         on_bad_row,
         image_key=image_key,
         apply_chat_template=apply_chat_template,
+        folder=Path(path).absolute().parent,
     )
 
 
@@ -102,8 +104,13 @@ def check_prompts(
     *,
     image_key: str = "images",
     apply_chat_template: bool = False,
+    folder: Path | None = None,
 ) -> PromptFile:
-    """As `read_prompts`, of numbered rows: objects, or lines of JSON."""
+    """As `read_prompts`, of numbered rows: objects, or lines of JSON.
+
+    Args:
+        folder: where relative paths of images start; None is the current folder.
+    """
     good: list[PromptRow] = []
     bad: list[BadRow] = []
     seen: dict[str, int] = {}
@@ -111,7 +118,8 @@ def check_prompts(
     for number, source in rows:
         try:
             values = parse_line(source) if isinstance(source, bytes) else source
-            row = _read_row(values, number, (input_key, label_key, image_key), apply_chat_template, occurrences)
+            keys = input_key, label_key, image_key
+            row = _read_row(values, number, keys, apply_chat_template, occurrences, folder or Path.cwd())
             if row.id in seen:
                 raise BadLine(f"id {row.id!r} was already used in line {seen[row.id]}")
         except BadLine as problem:
@@ -120,7 +128,7 @@ def check_prompts(
         seen[row.id] = number
         good.append(row)
     _report(name, good, bad, on_bad_row)
-    repeated = len(good) - len({_canonical(row.input) for row in good})
+    repeated = len(good) - len({_canonical([row.input, row.images]) for row in good})
     if repeated:
         logger.warning("%s: %d of %d rows repeat the input of an earlier row", name, repeated, len(good))
     return PromptFile(name, good, bad, repeated)
@@ -159,6 +167,7 @@ def _read_row(
     keys: tuple[str, str | None, str],
     apply_chat_template: bool,
     occurrences: Counter[str],
+    folder: Path,
 ) -> PromptRow:
     input_key, label_key, image_key = keys
     prompt = _input(row, input_key, apply_chat_template)
@@ -172,8 +181,9 @@ def _read_row(
     datasource = row.get("datasource", "default")
     if not isinstance(datasource, str):
         raise BadLine(f"'datasource' must be a string, got {datasource!r}")
-    identity = _identity(row, prompt, label, datasource, occurrences)
-    return PromptRow(identity, number, prompt, label, datasource, row.get(image_key))
+    images = _images(row, image_key, folder)
+    content = [datasource, prompt, label] + ([] if images is None else [row[image_key]])
+    return PromptRow(_identity(row, content, occurrences), number, prompt, label, datasource, images)
 
 
 def _input(row: Mapping[str, object], key: str, apply_chat_template: bool) -> str | list[dict[str, object]]:
@@ -206,18 +216,38 @@ def _is_message(value: object) -> bool:
     return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
 
 
-def _identity(
-    row: Mapping[str, object], prompt: object, label: object, datasource: str, occurrences: Counter[str]
-) -> str:
+def _images(row: Mapping[str, object], key: str, folder: Path) -> list[str] | None:
+    value = row.get(key)
+    if value is None or value == []:
+        return None
+    images = value if isinstance(value, list) else [value]
+    if not all(isinstance(image, str) and image for image in images):
+        raise BadLine(
+            f"{key!r} (--data.image_key) must be a path, a data URI or a URL, or a list of them; make files of "
+            "pictures that are stored in a data set (scripts/prepare_data.py geometry3k does it for one)"
+        )
+    return [_image(image, key, folder) for image in images]
+
+
+def _image(image: str, key: str, folder: Path) -> str:
+    if image.startswith(("data:image", "http://", "https://")):
+        return image
+    path = folder / image
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
+        raise BadLine(f"there is no image {str(path)[:200]} ({key!r}, --data.image_key); paths start at {folder}")
+    return str(path)
+
+
+def _identity(row: Mapping[str, object], content: list[object], occurrences: Counter[str]) -> str:
     """The row's own id, or a hash of its content and of how many equal rows came before it."""
     if "id" in row:
         given = row["id"]
         if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
             raise BadLine(f"'id' must be a non-empty string or an integer, got {given!r}")
         return str(given)
-    content = _canonical([datasource, prompt, label])
-    occurrences[content] += 1
-    return hashlib.sha1(f"{content}#{occurrences[content]}".encode()).hexdigest()[:16]
+    text = _canonical(content)
+    occurrences[text] += 1
+    return hashlib.sha1(f"{text}#{occurrences[text]}".encode()).hexdigest()[:16]
 
 
 def _canonical(value: object) -> str:

@@ -1,7 +1,8 @@
 """Stopping on request: SIGTERM and SIGUSR1 let the train step end and its checkpoint be written, within a deadline.
 
-Exit codes: 85 after SIGUSR1 where a checkpoint was written, which tells a job script to start the run again;
-128 + 15 after SIGTERM, and after either where the deadline came first: the last checkpoint is then an earlier one.
+Exit codes: 85 after SIGUSR1 where a checkpoint was written, or no step had begun, which tells a job script to start
+the run again; 128 + 15 after SIGTERM, and after either where the deadline came first: the last checkpoint is then an
+earlier one. A run whose last step is trained and evaluated writes its model and ends with 0.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Prompt:
     text: str
     label: object
     datasource: str = "default"
-    images: object = None
+    images: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

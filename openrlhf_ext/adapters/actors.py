@@ -7,8 +7,10 @@ always ends inside the train step, and metrics are reduced once a step in a fixe
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
+from types import SimpleNamespace
 
 import deepspeed
 import openrlhf.trainer.ray.launcher as upstream_launcher
@@ -17,11 +19,14 @@ import openrlhf.trainer.ray.ppo_critic as upstream_critic
 import ray
 import torch
 import torch.distributed as dist
+from openrlhf.utils import get_tokenizer
 
+import openrlhf_ext.adapters.precision  # noqa: F401 (models look a type up by its name when they are made)
 from openrlhf_ext.adapters import cpu_platform
+from openrlhf_ext.adapters.lora import WholeModel, WholeWeight, save_whole_models, whole_parameters
 from openrlhf_ext.adapters.measured_loss import MeasuredLoss
 from openrlhf_ext.adapters.replayed_rows import ORIGIN
-from openrlhf_ext.adapters.upstream import plain
+from openrlhf_ext.adapters.upstream import first_line, plain
 
 # Linux hands out ports from 32768 by itself; Ray's workers take 10002 to 19999.
 _OWN_PORTS = range(20000, 32000)
@@ -79,11 +84,27 @@ class SafePort:
         raise RuntimeError(f"no free port from {_OWN_PORTS.start} to {_OWN_PORTS.stop - 1} for torch.distributed")
 
 
+_MODEL_PARTS = {"_engine", "_schedule", "_start", "trainer", "ema_model"} | {
+    role + part for role in ("actor", "critic") for part in ("", "_optim", "_scheduler")
+}
+
+
 class WindowedTraining:
     """Mixin for model actors: ``set_windows`` then ``fit``.
 
     A subclass sets ``_engine`` (the DeepSpeed engine), ``_schedule`` and ``_train_micro_batch``.
     """
+
+    def _forget_model(self) -> None:
+        """Free the model of an earlier run of this process, whose hooks on its own weights keep it alive.
+
+        Before the next one is loaded, so that there is never memory for two.
+        """
+        if getattr(self, "_engine", None) is not None:
+            self._engine.destroy()
+            for name in _MODEL_PARTS & vars(self).keys():
+                setattr(self, name, None)
+            gc.collect()
 
     def skip_train_step(self) -> None:
         """A train step without rows: only the learning rate moves on."""
@@ -174,7 +195,7 @@ def _reduce(totals: dict[str, float]) -> dict[str, float]:
 
 
 class PolicyTrainer(upstream_actor.ActorPPOTrainer):
-    """Upstream's actor trainer; on CPU, weights go to the engines in one broadcast."""
+    """Upstream's actor trainer; weights that go to the engines are whole, and on CPU they go in one broadcast."""
 
     def _init_vllm_sync_group(self, backend: str) -> None:
         if not cpu_platform.active():
@@ -200,12 +221,19 @@ class PolicyTrainer(upstream_actor.ActorPPOTrainer):
 
     def broadcast_to_vllm(self) -> None:
         if not cpu_platform.active():
-            return super().broadcast_to_vllm()
+            actor = self.actor
+            if self.strategy.args.ds.lora.rank > 0:
+                model = SimpleNamespace(module=WholeModel(actor.model.module))
+                self.actor = SimpleNamespace(model=model, is_vlm=actor.is_vlm)
+            try:
+                return super().broadcast_to_vllm()
+            finally:
+                self.actor = actor
         model = self.actor.model.module
-        named = [(name, param) for name, param in model.named_parameters()]
         rank_zero = dist.get_rank() == 0
         stage_three = self.strategy.args.ds.zero_stage == 3
-        with deepspeed.zero.GatheredParameters([p for _, p in named], enabled=stage_three):
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage_three):
+            named = list(whole_parameters(model))
             flat = torch.cat([param.data.flatten() for _, param in named]) if rank_zero else None
             shapes = [tuple(param.shape) for _, param in named]
         if rank_zero:
@@ -231,16 +259,27 @@ class PolicyActor(SafePort, WindowedTraining, plain(upstream_actor.PolicyModelAc
     """OpenRLHF's policy actor, trained on planned windows."""
 
     def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None) -> None:
+        self._forget_model()
         self._start = None
-        if strategy.measures_distance:
-            load = strategy.load_ckpt
+        load = strategy.load_ckpt
 
-            def load_ckpt(*args, **kwargs):
+        def load_ckpt(*args, **kwargs):
+            if strategy.measures_distance:
                 self._start = self._weights()  # before a checkpoint takes their place
+            try:
                 return load(*args, **kwargs)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"the checkpoint under --ckpt.path {strategy.args.ckpt.path} does not fit the model "
+                    f"({first_line(error).rstrip(':')}); go on with the --actor.model_name_or_path and --ds.lora.* "
+                    "that it was made with, or start in a new --ext.run_dir"
+                ) from None
 
-            strategy.load_ckpt = load_ckpt
+        strategy.load_ckpt = load_ckpt
+        save_whole_models(strategy)
         super().init_model_from_pretrained(strategy, pretrain, max_steps, vllm_engines)
+        if self.actor.is_vlm:  # upstream has the tokenizer alone here, and saved models would have no processor
+            self.tokenizer = get_tokenizer(pretrain, None, "left", strategy)
         self._engine = self.actor.model
         self._schedule = TrainStepSchedule(self.actor_scheduler, strategy.optimizer_steps_per_train_step)
         self._engine.lr_scheduler = self.actor_scheduler = self.trainer.actor_scheduler = self._schedule
@@ -260,9 +299,17 @@ class PolicyActor(SafePort, WindowedTraining, plain(upstream_actor.PolicyModelAc
         return {"policy/distance": moved, "policy/distance_relative": moved / norm}
 
     def _weights(self) -> list[torch.Tensor]:
-        """This rank's weights, or its parts of them under ZeRO-3, as float32 copies on the CPU."""
-        parameters = self.actor.model.module.parameters()
-        return [getattr(p, "ds_tensor", p.data).detach().to("cpu", torch.float32, copy=True) for p in parameters]
+        """This rank's weights, or its parts of them under ZeRO-3, as float32 copies on the CPU.
+
+        With LoRA those of the whole model: adapters alone move in a space of their own, from a random start.
+        """
+        parameters = (parameter for _, parameter in whole_parameters(self.actor.model.module))
+        return [
+            (p.exact() if isinstance(p, WholeWeight) else getattr(p, "ds_tensor", p.data).detach()).to(
+                "cpu", torch.float32, copy=True
+            )
+            for p in parameters
+        ]
 
     def random_state(self) -> dict[str, torch.Tensor]:
         """This rank's generators."""
@@ -311,6 +358,8 @@ class CriticActor(SafePort, WindowedTraining, plain(upstream_critic.CriticModelA
     """OpenRLHF's critic actor, trained on planned windows."""
 
     def init_model_from_pretrained(self, strategy, pretrain, max_steps) -> None:
+        self._forget_model()
+        save_whole_models(strategy)
         super().init_model_from_pretrained(strategy, pretrain, max_steps)
         self._engine = self.critic
         self._schedule = TrainStepSchedule(self.critic_scheduler, strategy.optimizer_steps_per_train_step)

@@ -28,12 +28,24 @@ from datetime import timedelta
 HOOK = f"{__name__}.install"
 WORKER_EXTENSION = f"{__name__}.CpuWorkerExtension"
 
+ENGINE_SETTINGS = {"enable_chunked_prefill": False}
+"""Of every vLLM engine on CPU. A batch that is full ends in the midst of a prompt; vLLM then undoes the draw of that
+request by setting its random generator back, which one on CPU cannot: with seeded requests the engine would die."""
+
 # Generous: the sender may still be compiling DeepSpeed's CPU optimizer when the engines are up.
 _WEIGHT_GROUP_TIMEOUT = timedelta(minutes=30)
 
 
+DECIDED = "OPENRLHF_EXT_ON_CPU"
+"""0 or 1 in the workers of a run: what its driver found. Ray hides all GPUs from an actor that takes none itself, as
+that of an engine does whose own workers take them."""
+
+
 def active() -> bool:
-    """True on a machine without a visible GPU."""
+    """True on a machine without a visible GPU, and in the workers of a run that was started on one."""
+    decided = os.environ.get(DECIDED)
+    if decided is not None:
+        return decided == "1"
     import torch
 
     return not torch.cuda.is_available()
@@ -89,6 +101,7 @@ def install() -> None:
     import torch.distributed.device_mesh as device_mesh
 
     _stub_flash_attn()
+    _meet_other_nodes()
     if isinstance(getattr(torch.cuda, "_openrlhf_ext_device", None), _CpuDevice):
         return
     device = _CpuDevice("cpu")
@@ -103,6 +116,25 @@ def install() -> None:
         return init_device_mesh("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     device_mesh.init_device_mesh = cpu_mesh
+
+
+def _meet_other_nodes() -> None:
+    """In a worker on one of several nodes: have gloo publish the address by which Ray knows the node.
+
+    Its own choice is what the hostname resolves to, which /etc/hosts often maps to the loopback: ranks on other nodes
+    would then wait for this one until they time out.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if sum(node["Alive"] for node in ray.nodes()) < 2:
+        return
+    import psutil
+
+    address = ray.util.get_node_ip_address()
+    for name, own in psutil.net_if_addrs().items():
+        if any(one.address == address for one in own):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _stub_flash_attn() -> None:

@@ -15,6 +15,7 @@ from openrlhf.datasets.utils import blending_datasets
 from openrlhf.utils import get_tokenizer
 from transformers import AutoConfig
 
+from openrlhf_ext.adapters import vision
 from openrlhf_ext.adapters.upstream import first_line
 from openrlhf_ext.config import DataConfig
 from openrlhf_ext.prompts import PromptFile, PromptRow, check_prompts, leave_out
@@ -40,16 +41,33 @@ def check_data(strategy, config: DataConfig, files: Mapping[str, PromptFile]) ->
         model = AutoConfig.from_pretrained(name, trust_remote_code=True)
         tokenizer = get_tokenizer(name, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer)
     except Exception as error:  # transformers raises many kinds, each with a page of advice
+        way_out = "give a folder that save_pretrained of model and tokenizer wrote, or the name of a model"
         raise ValueError(
             f"--actor.model_name_or_path {name}: its config.json or tokenizer cannot be loaded "
-            f"({type(error).__name__}: {first_line(error)}); give a folder that save_pretrained of model and "
-            "tokenizer wrote, or the name of a model"
+            f"({type(error).__name__}: {first_line(error)}); "
+            f"{'install what is missing' if isinstance(error, ImportError) else way_out}"
         ) from None
     check_model(tokenizer, model, args)
-    is_text = not hasattr(tokenizer, "image_processor")  # placeholders of images need not be in the vocabulary
+    is_text = not vision.is_processor(tokenizer)  # placeholders of images need not be in the vocabulary
     vocabulary = model.get_text_config().vocab_size if is_text else sys.maxsize
     loaded = _load(strategy, tokenizer, config, files, vocabulary)
+    check_mixture(loaded["data.prompt_dataset"][0].rows, args)
     return {flag: file for flag, (file, _) in loaded.items()}
+
+
+def check_mixture(rows: Sequence[PromptRow], args) -> None:
+    """Raises ValueError where ranks with and without images would wait for each other for ever."""
+    pictured = sum(row.images is not None for row in rows)
+    if pictured in (0, len(rows)):
+        return
+    ranks = args.actor.num_nodes * args.actor.num_gpus_per_node // args.ds.tensor_parallel_size
+    alike = args.actor.freeze_visual_encoder and args.ds.zero_stage < 3
+    if ranks > 1 and not alike:
+        raise ValueError(
+            f"--data.prompt_dataset has {pictured} prompts with images and {len(rows) - pictured} without: of the "
+            f"{ranks} ranks one could have none in a batch, and would not take part in what the others do with the "
+            "vision encoder; train on one kind, or set --actor.freeze_visual_encoder and --ds.zero_stage 2"
+        )
 
 
 def check_model(tokenizer, model, args) -> None:
@@ -111,7 +129,8 @@ def _load(
         file = files[flag] if flag in files else _read(flag, name, strategy, config)
         file = replace(file, rows=file.rows[: data.max_samples])
         texts, problems = _templated(file.rows, tokenizer, data)
-        for i, problem in enumerate(_misfits(texts, tokenizer, strategy.args, vocabulary)):
+        images = [row.images or [] for row in file.rows]
+        for i, problem in enumerate(_misfits(texts, images, tokenizer, strategy.args, vocabulary)):
             problems[i] = problems[i] or problem
         file = leave_out(file, problems, config.on_bad_row)
         loaded[flag] = file, [text for text, problem in zip(texts, problems, strict=True) if problem is None]
@@ -171,14 +190,25 @@ def _templated(rows: Sequence[PromptRow], tokenizer, data) -> tuple[list[str], l
     return texts, problems
 
 
-def _misfits(texts: Sequence[str], tokenizer, args, vocabulary: int) -> Iterator[str | None]:
+def _misfits(
+    texts: Sequence[str], images: Sequence[Sequence[str]], tokenizer, args, vocabulary: int
+) -> Iterator[str | None]:
     """Why a prompt leaves no room for a response, where OpenRLHF would cut its beginning, or cannot be embedded."""
     room = args.data.max_len - (args.rollout.max_new_tokens or 1)
-    encode = getattr(tokenizer, "tokenizer", tokenizer)  # a vision processor wraps its tokenizer
-    for ids in encode(list(texts), add_special_tokens=False)["input_ids"] if texts else []:
-        if len(ids) > room:
+    sees = vision.is_processor(tokenizer)
+    encode = tokenizer.tokenizer if sees else tokenizer
+    rows = encode(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    for text, own, ids in zip(texts, images, rows, strict=True):
+        more, problem = 0, None
+        if sees:
+            more, problem = vision.check_images(text, own, tokenizer, args.data.max_images_per_prompt)
+        elif own:
+            problem = f"has {len(own)} images, which --actor.model_name_or_path cannot see: it is no vision model"
+        if problem is not None:
+            yield problem
+        elif len(ids) + more > room:
             yield (
-                f"{len(ids)} tokens, more than the {room} that --data.max_len {args.data.max_len} and "
+                f"{len(ids) + more} tokens, more than the {room} that --data.max_len {args.data.max_len} and "
                 f"--rollout.max_new_tokens {args.rollout.max_new_tokens} leave"
             )
         elif not ids:

@@ -98,7 +98,7 @@ class Evaluator:
             os.environ.update(cpu_platform.process_env())
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was imported before
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            on_cpu = {"enforce_eager": True}
+            on_cpu = {"enforce_eager": True, **cpu_platform.ENGINE_SETTINGS}
         from vllm import LLM
 
         self._model = model

@@ -18,6 +18,7 @@ from openrlhf.trainer.ppo_utils.experience import (
     split_experience_batch,
 )
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties
 
 from openrlhf_ext.batching import PAD, Plan, check_plan, plan_batches
 from openrlhf_ext.config import GroupsConfig
@@ -41,9 +42,11 @@ class ExperienceMaker(RemoteExperienceMaker):
     def make_frozen_rows(self, samples: list[Experience], drawn: Sequence[DrawnRollout]) -> list[Experience]:
         """Single rows whose advantages were computed long ago, with log-probabilities under the current policy.
 
-        Upstream's advantages need whole groups, so these rows go past them.
+        Upstream's advantages need whole groups, so these rows go past them; their rewards are logged with the length
+        penalties that the advantages have in them.
         """
         batches = self.make_experience(self.split_rollout_samples(samples))
+        apply_length_penalties(batches, self.args)
         for batch in batches:
             own = [drawn[i] for i in batch.index]
             frozen = torch.tensor([one.advantage * one.weight for one in own])

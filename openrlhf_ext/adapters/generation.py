@@ -17,9 +17,9 @@ import ray
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 
-from openrlhf_ext.adapters.engine import FAILURE_KEY
+from openrlhf_ext.adapters.engine import FAILURE_KEY, AgentFailure
 from openrlhf_ext.adapters.upstream import first_line
 from openrlhf_ext.config import ExtConfig
 from openrlhf_ext.rewards.result import RewardFailure, RewardValues, check_reward
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 # A healthy engine answers at its own deadline; only a dead or stuck one needs the controller's.
 _GRACE_S = 30.0
+_HEALTH_S = 60.0
 
 Result = RolloutGroup[Experience] | FailedRequest
 
@@ -46,10 +47,14 @@ class EnginePool:
         return ray.get([getattr(engine, method).remote(*args) for engine in self.engines])
 
     def leave_out_the_dead(self) -> None:
-        """Ask every engine for its health. Raises RuntimeError when none is left."""
+        """Ask every engine for its health. Raises RuntimeError when none is left.
+
+        One that gives no answer is as good as dead: code of an agent or a model that blocks its event loop for ever
+        would otherwise hold the run up for ever, too.
+        """
         for engine, ref in [(engine, engine.check_health.remote()) for engine in self.engines]:
             try:
-                ray.get(ref)
+                ray.get(ref, timeout=_HEALTH_S)
             except RayError as error:
                 self.lost(engine, error)
 
@@ -65,7 +70,13 @@ class EnginePool:
         """Leave out a dead engine. Raises RuntimeError when it was the last one."""
         if engine in self.engines:
             self.engines.remove(engine)
-            logger.error("%s died and is left out (%d remain)", self._names[engine], len(self.engines))
+            how = "does not answer" if isinstance(error, GetTimeoutError) else "died"
+            logger.error("%s %s and is left out (%d remain)", self._names[engine], how, len(self.engines))
+        if not self.engines and isinstance(error, GetTimeoutError):
+            raise RuntimeError(
+                f"no vLLM engine is left: {self._names[engine]}, the last one, does not answer any more; most often "
+                "an agent file blocks it (hand what takes long to asyncio.to_thread); see the logs of the workers"
+            ) from None
         if not self.engines:
             raise RuntimeError(
                 f"no vLLM engine is left: {self._names[engine]} died as the last one, most often for want of memory; "
@@ -173,12 +184,14 @@ class GroupGenerator:
             slot, request, _ = refs[ref]
             ray.cancel(ref, force=False)
             results[slot] = _failed(request, "deadline", "the engine did not answer after its own deadline", [])
+        if waiting:
+            self._pool.leave_out_the_dead()
         return results  # type: ignore[return-value]
 
     def _result(self, ref, request: RolloutRequest, engine) -> Result:
         try:
             responses, problem = ray.get(ref)
-        except RayActorError as error:
+        except (RayActorError, OutOfMemoryError) as error:  # Ray's memory monitor has killed it
             self._pool.lost(engine, error)
             return _failed(request, "engine_error", f"engine died: {first_line(error)}", [])
         except RayError as error:
@@ -186,6 +199,8 @@ class GroupGenerator:
         if problem == "deadline":
             detail = f"{request.num_rollouts - len(responses)} of {request.num_rollouts} rollouts unfinished"
             return _failed(request, "deadline", f"{detail} after {self._ext.rollout.deadline_s:g} s", responses)
+        if isinstance(problem, AgentFailure):
+            return _failed(request, "invalid_reward", problem, responses)  # environments may fail for a moment
         if problem is not None:
             return _failed(request, "engine_error", problem, responses)
         rollouts = []
@@ -223,7 +238,7 @@ class GroupGenerator:
         if failure is not None:
             problem = f"reward function failed ({failure[0]}): {failure[1]}"
         else:
-            result = {"rewards": response["reward"], "scores": response["scores"], "extra_logs": extra}
+            result = {"rewards": response["reward"], "scores": response.get("scores"), "extra_logs": extra}
             checked = check_reward(result, self._reward_source)
             if not isinstance(checked, RewardFailure):
                 return checked

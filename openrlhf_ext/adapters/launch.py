@@ -63,10 +63,17 @@ def _train_all(runs: Iterator[Run], started: float) -> int:
         os.environ.update(cpu_platform.process_env())
         cpu_platform.install()
 
+    from openrlhf_ext.adapters.cluster import check_folders, check_placement, start_ray
+
     # Before any thread of ours: Ray forks, and a child that inherits a lock which an import holds waits for ever.
-    _start_ray(first.settings)
+    try:
+        start_ray(first.settings)
+    except ValueError as error:
+        return _refused(first.settings, error)
     logger.info("Ray is up after %.1f s", time.time() - started)
     from openrlhf_ext.adapters.data import check_data
+    from openrlhf_ext.adapters.engine import check_agent_file
+    from openrlhf_ext.adapters.lora import check_adapters
     from openrlhf_ext.adapters.placement import quiet_strategy
     from openrlhf_ext.adapters.session import Session
 
@@ -81,20 +88,32 @@ def _train_all(runs: Iterator[Run], started: float) -> int:
     try:
         for one in chain([first], runs):
             try:
+                if session is None:
+                    check_placement(one.settings.upstream)
+                check_folders(one.settings)
+                if one.settings.upstream.train.agent_func_path:
+                    check_agent_file(one.settings.upstream.train.agent_func_path)
                 files = check_data(quiet_strategy(one.settings), one.settings.ext.data, one.files)
+                check_adapters(one.settings.upstream)
             except ValueError as error:
-                _keep_traceback(one.settings, error)
-                print(f"error: {error}", file=sys.stderr)
-                return 2
+                return _refused(one.settings, error)
             session = session or Session(first.settings, stock=first.stock)
             session.train(one.settings, files, started)
             started = time.time()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing is left that could be started again
         return 0
     except Exception as error:
         print(f"error: {_message(error)}\n{_keep_traceback(one.settings, error)}", file=sys.stderr)
         return 1
     finally:
         ray.shutdown()
+
+
+def _refused(settings: Settings, error: ValueError) -> int:
+    """Something that the user has to change."""
+    _keep_traceback(settings, error)
+    print(f"error: {error}", file=sys.stderr)
+    return 2
 
 
 def _message(error: Exception) -> str:
@@ -109,43 +128,3 @@ def _keep_traceback(settings: Settings, error: Exception) -> str:
     file = run_dir / "error.log"
     file.write_text(f"error: {_message(error)}\n{traceback.format_exc()}", encoding="utf-8")
     return f"the traceback is in {file}, the output of the workers under {run_dir / 'logs'}"
-
-
-def _start_ray(settings: Settings) -> None:
-    """Connect to the cluster in RAY_ADDRESS, or start one of our own; never to one that merely happens to run."""
-    import ray
-
-    args = settings.upstream
-    env = {
-        "TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"),
-        "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
-    }
-    runtime_env: dict[str, object] = {"env_vars": env}
-    resources: dict[str, object] = {}
-    address = os.environ.get("RAY_ADDRESS")
-    if cpu_platform.active():
-        env |= cpu_platform.process_env()
-        runtime_env["worker_process_setup_hook"] = cpu_platform.HOOK
-        if not address:
-            # Logical resources: upstream places its models on "GPUs", Ray does not ask for hardware.
-            gpus = _num_gpus(args)
-            resources = {"num_cpus": gpus + 1, "num_gpus": gpus}
-    stop = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address=address or "local",
-        include_dashboard=False if not address else None,
-        log_to_driver=settings.ext.log.worker_output == "console",
-        logging_level=logging.WARNING,
-        runtime_env=runtime_env,
-        **resources,
-    )
-    signal.signal(signal.SIGTERM, stop)  # Ray's own handler prints its stack and exits with 1
-
-
-def _num_gpus(args) -> int:
-    """GPUs that a placement without colocation takes."""
-    groups = [args.actor]
-    groups += [args.ref] if args.algo.kl.init_coef > 0 else []
-    groups += [args.critic] if args.critic.model_name_or_path else []
-    models = sum(group.num_nodes * group.num_gpus_per_node for group in groups)
-    return models + args.vllm.num_engines * args.vllm.tensor_parallel_size

@@ -9,17 +9,24 @@ import openrlhf.trainer.ray.vllm_engine as vllm_engine
 import ray
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.utils import get_strategy
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from openrlhf_ext.adapters.actors import CriticActor, PolicyActor, ReferenceActor
-from openrlhf_ext.adapters.engine import EngineActor
+from openrlhf_ext.adapters.engine import EngineActor, Float32EngineActor
+from openrlhf_ext.adapters.precision import FP32
 from openrlhf_ext.config import ExtConfig
+from openrlhf_ext.placement_needs import needs
 from openrlhf_ext.settings import Settings
 
 _MAX_GROUPS_IN_ENGINE = 100_000
 
-# Colocated models share a GPU; upstream gives each this fraction.
+_BUNDLE = {"GPU": 1, "CPU": 1}
+"""Of one process, or of several that share it."""
+
+# Upstream's for colocated models. One that has its bundle to itself has the whole GPU with it, too.
 _SHARED_FRACTION = 0.2
+
+_RESERVE_S = 120.0
 
 
 class ActorGroup(RayActorGroup):
@@ -44,6 +51,8 @@ def quiet_strategy(settings: Settings):
     args = settings.upstream
     args.logger.wandb.key = None  # trackers are ours; upstream's would copy the key into its files
     args.logger.tensorboard_dir = None
+    if settings.ext.fp32:
+        args.ds.param_dtype = FP32
     strategy = get_strategy(args)
     strategy.print = _no_print
     rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
@@ -94,45 +103,48 @@ def _gather(refs: list) -> None:
         ray.get(ready)
 
 
-def _gpus(count: int) -> PlacementGroup:
-    group = placement_group([{"GPU": 1, "CPU": 1}] * count, strategy="PACK")
-    ray.get(group.ready())
+def _reserve(bundles: list[dict[str, float]], strategy: str = "PACK") -> PlacementGroup:
+    """A placement group whose GPUs are the run's; upstream would wait for them without end."""
+    group = placement_group(bundles, strategy=strategy)
+    if not group.wait(_RESERVE_S):
+        remove_placement_group(group)
+        raise RuntimeError(
+            f"the Ray cluster did not give {len(bundles)} GPUs with a CPU each within {_RESERVE_S:g} s, although it "
+            "had them: another run has taken them, or a node was lost; start again when they are free"
+        )
     return group
 
 
 def create_models(args, policy: type = PolicyActor) -> Models:
     """Start the model actors (without weights) where the colocation flags put them; the actor is a ``policy``."""
+    wanted = {need.what: need for need in needs(args)}
+    actor_gpus = _reserve([_BUNDLE] * wanted["actor"].gpus)
 
-    def group(actor_class, part, shared: PlacementGroup | None) -> ActorGroup:
+    def group(name: str, actor_class: type) -> ActorGroup | None:
+        need = wanted.get(name)
+        if need is None:
+            return None
+        on_actors = name == "actor" or need.shared
         return ActorGroup(
-            part.num_nodes,
-            part.num_gpus_per_node,
-            actor_class,
-            pg=shared,
-            num_gpus_per_actor=_SHARED_FRACTION if shared else 1,
+            need.blocks,
+            need.size,
+            ray.remote(num_gpus=1)(actor_class),
+            pg=actor_gpus if on_actors else _reserve([_BUNDLE] * need.gpus),
+            num_gpus_per_actor=_SHARED_FRACTION,
             duplicate_actors=args.ds.ring_attn_size * args.ds.tensor_parallel_size,
         )
 
-    everything = args.train.colocate_all
-    shared = None
-    if everything or args.train.colocate_actor_ref:
-        shared = _gpus(args.actor.num_nodes * args.actor.num_gpus_per_node)
-    actor = group(ray.remote(num_gpus=1)(policy), args.actor, shared)
-    reference = group(ray.remote(num_gpus=1)(ReferenceActor), args.ref, shared) if args.algo.kl.init_coef > 0 else None
-    critic = None
-    if args.critic.model_name_or_path:
-        critic_shared = shared if everything else None
-        if args.train.colocate_critic_reward:
-            critic_shared = _gpus(args.critic.num_nodes * args.critic.num_gpus_per_node)
-        critic = group(ray.remote(num_gpus=1)(CriticActor), args.critic, critic_shared)
-    return Models(actor, reference, critic, shared if everything else None)
+    actor, reference, critic = group("actor", policy), group("ref", ReferenceActor), group("critic", CriticActor)
+    return Models(actor, reference, critic, actor_gpus if wanted["vllm"].shared else None)
 
 
 def create_engines(args, ext: ExtConfig, shared: PlacementGroup | None) -> list:
     """Start the vLLM engines. Returns at once; the engines load in the background."""
-    # create_vllm_engines looks its actor class up by this name.
+    # create_vllm_engines looks these up by name.
+    vllm_engine.placement_group = _reserve
     # All groups of a step wait in the engine, not in Ray's queue, where their deadline would not have started.
-    vllm_engine.RolloutRayActor = ray.remote(max_concurrency=_MAX_GROUPS_IN_ENGINE)(EngineActor)
+    engine = Float32EngineActor if ext.fp32 else EngineActor
+    vllm_engine.RolloutRayActor = ray.remote(max_concurrency=_MAX_GROUPS_IN_ENGINE)(engine)
     wants_log_probs = ext.rollout.log_probs or args.algo.advantage.is_correction_level != "off"
     return vllm_engine.create_vllm_engines(
         args.vllm.num_engines,

@@ -68,5 +68,4 @@ class Session:
             trainer.broadcast_to_vllm()
         self._used = True
         logger.info("engines and models are ready after %.1f s", time.time() - started)
-        trainer.fit()
-        models.save()
+        trainer.fit(models.save)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_ext.groups import group_metrics
@@ -33,7 +34,8 @@ def sample_lines(
 ) -> list[dict[str, object]]:
     """The first rollout of every group, then the second, up to ``limit``, as lines of samples.jsonl.
 
-    ``rows`` are the groups' rollouts in order, with advantages.
+    ``rows`` are the groups' rollouts in order, with advantages. A response of several turns is shown with what the
+    environment said between them.
     """
     if not groups:
         return []
@@ -41,17 +43,19 @@ def sample_lines(
     lines: list[dict[str, object]] = []
     for g, i in [(g, i) for i in range(size) for g in range(len(groups))][:limit]:
         group, row, rollout = groups[g], rows[g * size + i], groups[g].rollouts[i]
-        is_response = row.action_mask.bool()
+        actions = torch.where(row.action_mask)[0]
         lines.append(
             {
                 "step": step,
                 "prompt_id": group.prompt.prompt_id,
                 "group_id": group.group_id,
                 "prompt": group.prompt.text,
-                "response": tokenizer.decode(row.sequences[1:][is_response], skip_special_tokens=True),
+                "response": tokenizer.decode(
+                    row.sequences[1:][actions[0] : actions[-1] + 1], skip_special_tokens=True
+                ),
                 "reward": rollout.reward,
                 "accuracy": rollout.accuracy,
-                "advantage": float(row.advantages[is_response][0]),
+                "advantage": float(row.advantages[actions[0]]),
                 "policy_version": group.policy_version,
             }
         )
@@ -78,6 +82,8 @@ def row_metrics(rows: list[Experience]) -> dict[str, float]:
     """Lengths, truncation, entropy, and how far the engine's log-probabilities are from the trainer's, of fresh rows.
 
     The entropy is the mean of ``-log p`` over sampled tokens, in nats: unbiased for that of the policy that sampled.
+    So is ``engine_kl_mean`` for the KL divergence of the engine's policy from the trainer's, of a token (the k3
+    estimator, http://joschu.net/blog/kl-approx.html, which is never negative).
     """
     if not rows:
         return {}
@@ -89,8 +95,9 @@ def row_metrics(rows: list[Experience]) -> dict[str, float]:
         "rollout/truncated_frac": float(np.mean([row.truncated.item() for row in rows])),
     }
     if rows[0].rollout_log_probs is not None:
-        gap = sum(float(((r.action_log_probs - r.rollout_log_probs).abs() * r.action_mask).sum()) for r in rows)
-        metrics["rollout/engine_log_prob_abs_diff_mean"] = gap / tokens
+        gaps = torch.cat([(r.action_log_probs - r.rollout_log_probs)[r.action_mask.bool()] for r in rows])
+        metrics["rollout/engine_log_prob_abs_diff_mean"] = float(gaps.abs().mean())
+        metrics["rollout/engine_kl_mean"] = float((gaps.exp() - 1 - gaps).mean())
     return metrics
 
 

@@ -184,8 +184,8 @@ class StockTrainer(plain(upstream_trainer.PPOTrainer)):
         )
         self._step = self._evaluated = 0
 
-    def fit(self) -> None:
-        """Train to the end. Writes the run directory as it goes."""
+    def fit(self, save_model: Callable[[], None]) -> None:
+        """Train to the end. Writes the run directory as it goes, and the model by ``save_model``."""
         self.run_dir.write_config(dump_settings(self.settings))
         self.reporter.open((), start=0)
         try:
@@ -199,6 +199,7 @@ class StockTrainer(plain(upstream_trainer.PPOTrainer)):
             if self._evaluated < self._step:
                 self.evaluate(self._step, last=True)
             self.run_dir.write_json("ledger.json", self.ledger.as_dict())
+            save_model()
             self.reporter.summary(
                 method="openrlhf_dapo" if self.args.algo.dynamic_filtering_enable else "openrlhf",
                 seed=self.args.train.seed,
@@ -222,9 +223,9 @@ class StockTrainer(plain(upstream_trainer.PPOTrainer)):
         return super().train_step(rollout_samples, global_step)
 
     def broadcast_to_vllm(self) -> None:
-        """Upstream's sync, then a prefix-cache reset, which upstream's own broadcast does on a GPU."""
+        """Upstream's sync, then a reset of caches; that of the prefix cache is upstream's own on a GPU."""
         super().broadcast_to_vllm()
-        if self.args.vllm.enable_prefix_caching:
+        if self.args.vllm.enable_prefix_caching or self.args.data.max_images_per_prompt:
             self.pool.all("reset_prefix_cache")
 
     def _compute_rollout_stats(self, experiences: list[Experience]) -> dict[str, float]:

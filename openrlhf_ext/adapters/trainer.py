@@ -12,7 +12,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -174,8 +174,13 @@ class Trainer(BasePPOTrainer):
 
     # -- the loop --
 
-    def fit(self) -> None:
-        """Train to the end. Writes the run directory as it goes."""
+    def fit(self, save_model: Callable[[], None]) -> None:
+        """Train to the end, writing the run directory as it goes; ``save_model`` writes the trained policy.
+
+        A request to stop ends the process at once before the first step and in the midst of an evaluation before it;
+        from there on nothing that is done gets lost: a step is finished and saved, a model is written.
+        """
+        self._save_model: Callable[[], None] | None = save_model
         start = self._restore()
         self.run_dir.write_config(dump_settings(self.settings))
         self.reporter.open(self._open_trackers(), start=start)
@@ -188,15 +193,21 @@ class Trainer(BasePPOTrainer):
                 self.evaluate(start, last=self._is_done(start))
             with StopRequest(self.ext.stop_deadline_s) as self._stop:
                 steps, ended = self._train_steps(start)
-            self.reporter.summary(
-                method=method_name(self.settings),
-                seed=self.args.train.seed,
-                ledger=self.ledger,
-                steps=steps,
-                ended=ended,
-            )
+                self._write_model()
+                self.reporter.summary(
+                    method=method_name(self.settings),
+                    seed=self.args.train.seed,
+                    ledger=self.ledger,
+                    steps=steps,
+                    ended=ended,
+                )
         except Exception:
             self._save_after_failure()
+            raise
+        except SystemExit:
+            # Where the deadline of a stop came during an evaluation, there is a step to save.
+            if self._save_after_failure():
+                sys.exit(self._stop.exit_code(saved=True))
             raise
         finally:
             self.reporter.close()
@@ -228,11 +239,14 @@ class Trainer(BasePPOTrainer):
 
     def _finish_step(self, step: int, *, evaluate: bool, last: bool) -> None:
         """What comes after the update. Raises SystemExit where the run was asked to stop."""
-        self._evaluation_due, self._unsaved = evaluate, step
+        self._evaluation_due, self._unsaved = evaluate and bool(self.eval_prompts), step
         best = None
+        if last and not self._saves:
+            self._write_model()  # all that a stop during the evaluation would leave
         if evaluate and not self._stop.requested:
             best = self._best(self.evaluate(step, last=last))
-        stops = self._stop.requested  # from here on a request is for the next step
+        # From here on a request is for the next step. After the last one only the model and the summary are to come.
+        stops = self._stop.requested and not (last and not self._evaluation_due)
         saves = best is not None or step % self.args.ckpt.save_steps == 0 or (self._saves and (last or stops))
         self._unsaved = None
         if saves:
@@ -247,16 +261,24 @@ class Trainer(BasePPOTrainer):
         """Whether checkpoints are wanted at all, and so at the end, too."""
         return self.args.ckpt.save_steps != math.inf or self.ext.resume == "auto"
 
-    def _save_after_failure(self) -> None:
+    def _write_model(self) -> None:
+        """Once."""
+        if self._save_model is not None:
+            self._save_model()
+            self._save_model = None
+
+    def _save_after_failure(self) -> bool:
         """Keep the last step where what failed came after it; in the midst of a step there is no whole state."""
         step, self._unsaved = self._unsaved, None
         if step is None or not self._saves:
-            return
+            return False
         try:
             self.checkpoints.save(step, self._state(step))
             logger.warning("step %d is saved", step)
+            return True
         except Exception as error:  # the failure itself is what has to be reported
             logger.warning("step %d could not be saved: %s", step, error)
+            return False
 
     def _best(self, metrics: Mapping[str, float]) -> dict[str, object] | None:
         """Key and value of the metric that names the best checkpoint, when it is better than ever before."""
@@ -327,13 +349,13 @@ class Trainer(BasePPOTrainer):
         return [group for group in (self.actor_model_group, self.critic_model_group) if group is not None]
 
     def broadcast_to_vllm(self) -> None:
-        """Upstream's sync, then a prefix-cache reset: no later request may read keys of the old weights."""
+        """Upstream's sync, then a reset of caches: no later request may read what the old weights have made."""
         self.pool.leave_out_the_dead()
         if len(self.pool.engines) < len(self.vllm_engines):
             self.vllm_engines = list(self.pool.engines)
             ray.get(self.actor_model_group.async_run_method("use_engines", self.vllm_engines))
         super().broadcast_to_vllm()
-        if self.args.vllm.enable_prefix_caching:
+        if self.args.vllm.enable_prefix_caching or self.args.data.max_images_per_prompt:
             self.pool.all("reset_prefix_cache")
 
     def _skip(self, sampled: SampledStep) -> dict:

@@ -145,7 +145,7 @@ def parts_key(settings: Settings) -> tuple:
     names |= {"data.max_images_per_prompt", "data.disable_fast_tokenizer", "algo.kl.init_coef"}
     flat = {k: repr(v) for k, v in settings.flat.items() if k.startswith(kept) or k in names}
     log_probs = settings.ext.rollout.log_probs, settings.flat["algo.advantage.is_correction_level"]
-    return (*sorted(flat.items()), *log_probs, settings.ext.reward)
+    return (*sorted(flat.items()), *log_probs, settings.ext.reward, settings.ext.fp32)
 
 
 def _method(reader: _Reader, name: str, entry: object, rates: tuple, seeds: tuple) -> Method:

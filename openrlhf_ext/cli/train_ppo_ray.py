@@ -7,15 +7,18 @@ user has to change.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from openrlhf_ext.adapters.upstream_cli import build_parser, nest, validate
 from openrlhf_ext.checks import check, check_reward_file, read_prompt_files
 from openrlhf_ext.settings import Settings, dump_settings, help_text, refuse, resolve
+from openrlhf_ext.stopping import EXIT_REQUEUE
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(EXIT_REQUEUE))  # until the trainer knows better
     try:
         settings = checked_settings(sys.argv[1:] if argv is None else argv)
         if settings is None:

@@ -5,6 +5,7 @@ An OpenRLHF reward file: `--reward.remote_url openrlhf_ext/rewards/math.py`. Nee
 """
 
 import logging
+import threading
 
 from openrlhf_ext.rewards.response import extract_response
 from openrlhf_ext.tasks.math_answers import grade
@@ -12,8 +13,10 @@ from openrlhf_ext.tasks.math_answers import grade
 # It warns of every timeout.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# The first answer takes 0.2 s of CPU, for tables that are built then: no call's deadline shall pay for them.
-grade(r"\boxed{\left(1, \frac{\pi}{2}\right)}", r"(1, \sqrt{2})")
+# The first answer takes 0.2 s of CPU, for tables that are built then: no call's deadline shall pay for them. The
+# engine loads this file too, in a thread, where math-verify refuses to work, and never calls it there.
+if threading.current_thread() is threading.main_thread():
+    grade(r"\boxed{\left(1, \frac{\pi}{2}\right)}", r"(1, \sqrt{2})")
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[object]) -> dict[str, float | dict[str, float]]:

@@ -1,6 +1,7 @@
 """Finding the response in what a reward function is given."""
 
-_END_TOKENS = ("<eos>", "<pad>", "</s>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>")
+_DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+_END_TOKENS = ("<eos>", "<pad>", "</s>", "<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", _DEEPSEEK)
 
 
 def extract_response(query: str, prompt: str) -> str:

@@ -57,7 +57,7 @@ def main(descriptor: int, parent: int, path: str) -> None:
     try:
         reward_func = load_reward_func(path)
     except (Exception, SystemExit) as error:
-        connection.send(("exception", _describe(error)))
+        connection.send(("exception", describe(error)))
         return
     connection.send(("ok", None))
     try:
@@ -71,7 +71,7 @@ def _answer(reward_func: Callable[..., object], arguments: tuple[list[str], ...]
     try:
         return "ok", plain(reward_func(*arguments))
     except (Exception, SystemExit) as error:
-        return "exception", _describe(error)
+        return "exception", describe(error)
 
 
 def _die_with(parent: int) -> None:
@@ -82,7 +82,7 @@ def _die_with(parent: int) -> None:
         sys.exit()
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Type, message and the innermost line, e.g. `ZeroDivisionError: division by zero (reward.py:7)`."""
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)

@@ -21,8 +21,12 @@ _TIMEOUT_S = 5
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_FINAL_LINE = re.compile(r"^####[ \t]*([-+$\d.,/ ]*\d)[ \t]*%?[ \t]*$", re.MULTILINE)
-"""GSM8K's `#### 42`. Only with a number: models use `####` for headings."""
+_FINAL_LINE = re.compile(r"(?<!#)####[ \t]*([-+$\d.,/ ]*\d)[ \t]*%?[ \t]*$", re.MULTILINE)
+"""GSM8K's `#### 42`, at the end of a line. Only with a number: models use `####` for headings."""
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BOLD = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])")
+"""Markdown's `**`, which chat models put around answers; not the power in `2**3`."""
 
 _E_NOTATION = re.compile(r"(?<=\d)[eE]([-+]?\d+)")
 _AFTER_THE_WORD = (
@@ -42,9 +46,10 @@ class Grade:
 def grade(response: str, label: object) -> Grade:
     """Grade the last answer of a response.
 
-    That is the content of the last `\\boxed{}`; without one, the number after the last `####`; without that, what
-    follows the word "answer". A number that nothing marks as the answer is none: a response that was cut off would
-    often be right by accident. A last box that was cut off is no answer either.
+    That is the content of the last `\\boxed{}`; without one, the number after the last `####`; without that, the last
+    `<answer>...</answer>`; without that, what follows the word "answer". A number that nothing marks as the answer is
+    none (there is no "last number" rule): a response that was cut off would often be right by accident. A last box
+    that was cut off is no answer either.
 
     Args:
         response: any text, of any length.
@@ -57,7 +62,7 @@ def grade(response: str, label: object) -> Grade:
     response = response[-MAX_RESPONSE_CHARS:]
     answer = _marked(response)
     if answer is None:
-        found = parse(response, _AFTER_THE_WORD, parsing_timeout=_TIMEOUT_S)
+        found = parse(_BOLD.sub("", response), _AFTER_THE_WORD, parsing_timeout=_TIMEOUT_S)
     else:
         found = _parse(answer)
     if not found:
@@ -87,12 +92,12 @@ def gold_answer(label: object) -> str:
 
 
 def _marked(text: str) -> str | None:
-    """The content of the last box ("" where it does not end), else of the last `####` line, else None."""
+    """The content of the last box ("" where it does not end), else after the last `####`, else of the last tag."""
     boxes = list(_BOX.finditer(text))
     if boxes:
         return _up_to_its_brace(text[boxes[-1].end() :])
-    lines = _FINAL_LINE.findall(text)
-    return lines[-1].strip() if lines else None
+    found = _FINAL_LINE.findall(text) or _TAG.findall(text)
+    return found[-1].strip() if found else None
 
 
 def _up_to_its_brace(text: str) -> str:

@@ -66,7 +66,7 @@ class Cluster:
     def __init__(self) -> None:
         self._rng = random.Random()
 
-    def get(self, refs):
+    def get(self, refs, timeout: float | None = None):
         return [self.get(one) for one in refs] if isinstance(refs, list) else getattr(refs, "outcome", refs)
 
     def put(self, value):
@@ -90,7 +90,7 @@ class Tokenizer:
 
 
 class Engine:
-    """Answers by seed, prompt and weights; about one request in ten fails in one of the ways there are."""
+    """Answers by seed, prompt and weights, half of them in two turns; about one request in ten fails in some way."""
 
     def __init__(self, at: Callable[[str], None]) -> None:
         self._at, self.weights = at, ""
@@ -113,8 +113,9 @@ class Engine:
         rng = random.Random(f"{seed}/{prompt}/{self.weights}")
         reward = float(rng.random() < ACCURACIES[int(label) % len(ACCURACIES)])
         extra = {"format": rng.random()} if rng.random() < 0.5 else {}
-        lengths = {"prompt_tokens": 2 + int(label) % 4, "response_tokens": rng.randint(1, 8)}
-        return response(reward=reward, extra_logs=extra, rng=rng, **lengths) | {"prompt": prompt, "label": label}
+        more = {"prompt_tokens": 2 + int(label) % 4, "response_tokens": rng.randint(1, 8)}
+        more |= {"feedback": (3, 1) if rng.random() < 0.5 else (), "truncated": rng.random() < 0.2}
+        return response(reward=reward, extra_logs=extra, rng=rng, **more) | {"prompt": prompt, "label": label}
 
 
 class Model(TinyPolicy):
@@ -279,14 +280,21 @@ class Attempt:
             self.settings, files, time.time(), strategy, group(ranks), None, reference, engines
         )
         self.trainer.observe(at)
+        self._at = at
+        self.written: list[str] = []
+        """Digests of the final model, once for each time that it was written."""
         for rank in ranks:
             rank.load(args)
         for engine in engines:
             engine.weights = Model().digest()  # from the model's own folder
 
     def run(self) -> Attempt:
-        self.trainer.fit()
+        self.trainer.fit(self._write_model)
         return self
+
+    def _write_model(self) -> None:
+        self._at("writing the model")
+        self.written.append(self.model.digest())
 
     @property
     def steps(self) -> dict[int, dict]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import ray
 from fakes import Remote
+from ray.exceptions import GetTimeoutError
 from recorded import response
 
 NEVER = object()
@@ -35,9 +36,12 @@ class SeededRay:
         pick = self._rng.choice(done)
         return [pick], [ref for ref in refs if ref is not pick]
 
-    def get(self, ref):
+    def get(self, ref, timeout: float | None = None):
         if isinstance(ref, list):
             return [self.get(one) for one in ref]
+        if ref.outcome is NEVER:
+            assert timeout is not None, "this would wait for ever"
+            raise GetTimeoutError
         if isinstance(ref.outcome, Exception):
             raise ref.outcome
         return ref.outcome
@@ -52,13 +56,14 @@ def good(call: dict) -> tuple[list[dict], None]:
 
 
 class Engine:
-    """Keeps its calls; ``answer`` maps the arguments of one to its outcome."""
+    """Keeps its calls; ``answer`` maps the arguments of one to its outcome, ``health`` is that of asking for it."""
 
-    def __init__(self, answer: Callable[[dict], object] = good) -> None:
+    def __init__(self, answer: Callable[[dict], object] = good, *, health: object = None) -> None:
         self.calls: list[dict] = []
         self.events: list[str] = []
         self._answer = answer
         self.generate_group = Remote(self._generate)
+        self.check_health = Remote(lambda: Ref(health))
         self.wake_up = Remote(lambda: Ref(self.events.append("wake_up")))
         self.sleep = Remote(lambda: Ref(self.events.append("sleep")))
 

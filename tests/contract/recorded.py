@@ -57,35 +57,47 @@ def response(
     extra_logs: dict | None = None,
     log_probs: bool = True,
     rng: random.Random | None = None,
+    feedback: Sequence[int] = (),
+    truncated: bool = False,
 ) -> dict:
-    """One rollout as upstream's engine actor returns it."""
+    """One rollout as upstream's engine actor returns it. With ``feedback``, tokens of an environment, in two turns."""
     rng = rng or random.Random(0)
-    length = prompt_tokens + response_tokens
+    length, cut = prompt_tokens + response_tokens, prompt_tokens + (response_tokens + 1) // 2
+    tokens = [rng.randrange(1, VOCABULARY) for _ in range(length)]
+    values = [0.0] * prompt_tokens + [-rng.random() for _ in range(response_tokens)] if log_probs else None
+    ranges = [(prompt_tokens, length)]
+    if feedback:
+        tokens[cut:cut] = feedback
+        if values:
+            values[cut:cut] = [0.0] * len(feedback)
+        turns = (prompt_tokens, cut), (cut + len(feedback), length + len(feedback))
+        ranges = [(start, end) for start, end in turns if start < end]
     return {
         "prompt": "2 3 = 5",
         "label": "5",
         "images": None,
         "mm_train_inputs": None,
-        "observation_tokens": [rng.randrange(1, VOCABULARY) for _ in range(length)],
-        "action_ranges": [(prompt_tokens, length)],
-        "rollout_log_probs": [0.0] * prompt_tokens + [-rng.random() for _ in range(response_tokens)]
-        if log_probs
-        else None,
-        "truncated": False,
+        "observation_tokens": tokens,
+        "action_ranges": ranges,
+        "rollout_log_probs": values,
+        "truncated": truncated,
         "reward": reward,
         "scores": reward if scores is None else scores,
         "extra_logs": extra_logs or {},
     }
 
 
-def recorded_samples(rewards: Sequence[Sequence[float]], seed: int = 0) -> list[Experience]:
+def recorded_samples(
+    rewards: Sequence[Sequence[float]], seed: int = 0, feedback: Sequence[int] = ()
+) -> list[Experience]:
     """Rollouts of whole groups, in order, with uneven prompt and response lengths; the same for the same seed."""
     rng = random.Random(seed)
     samples = []
     for group in rewards:
         prompt_tokens = rng.randint(2, 7)
         for reward in group:
-            one = response(reward=reward, prompt_tokens=prompt_tokens, response_tokens=rng.randint(1, 12), rng=rng)
+            lengths = {"prompt_tokens": prompt_tokens, "response_tokens": rng.randint(1, 12)}
+            one = response(reward=reward, rng=rng, feedback=feedback, **lengths)
             samples.append(SamplesGenerator._process_response_into_experience(None, one, max_len=MAX_LENGTH))
     return samples
 

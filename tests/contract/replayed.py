@@ -125,9 +125,11 @@ class ComposedRun:
     def _use_policy(self) -> None:
         self.maker.actor_model_group = actor_group(TinyPolicy(self._policies[self.version]))
 
-    def groups(self, patterns: str, prompts: str = "abcdefgh") -> list[RolloutGroup[Experience]]:
+    def groups(
+        self, patterns: str, prompts: str = "abcdefgh", feedback: Sequence[int] = ()
+    ) -> list[RolloutGroup[Experience]]:
         """A group for each letter of ``patterns``, born now, of prompts of one letter."""
-        samples = recorded_samples([PATTERNS[one] for one in patterns], seed=1000 + self.version)
+        samples = recorded_samples([PATTERNS[one] for one in patterns], seed=1000 + self.version, feedback=feedback)
         for sample in samples if not self._log_probs else []:
             sample.rollout_log_probs = None
         born = [

@@ -2,7 +2,8 @@
 
 ``python synced_engine.py START FINAL``: the last line of the output is the JSON list of mean absolute differences,
 over the tokens that the engine sampled, between its log-probabilities and those of transformers: with START before the
-sync, then with FINAL after the first and the second sync.
+sync, with FINAL after the first and the second sync, with FINAL and LoRA adapters after the third, and once more
+without the adapters, which the engine has: how much they matter.
 """
 
 import json
@@ -14,15 +15,32 @@ from openrlhf_ext.adapters import cpu_platform
 
 os.environ.update({**cpu_platform.process_env(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
 
+cpu_platform.install()
+
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
+
+from openrlhf_ext.adapters.lora import whole_parameters  # noqa: E402
 
 PROMPTS = [f"{a} {b} {a + b}=" for a in range(2, 10) for b in range(2, 6)]
 
 
-def mean_gap(llm: LLM, folder: str) -> float:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def load(folder: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def with_adapters(model: PreTrainedModel) -> torch.nn.Module:
+    torch.manual_seed(2)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # which starts at zero
+            torch.nn.init.normal_(parameter, std=0.1)
+    return adapted
+
+
+def mean_gap(llm: LLM, model: torch.nn.Module) -> float:
     params = SamplingParams(temperature=1.0, max_tokens=8, logprobs=1, seed=0, ignore_eos=True)
     gaps = []
     for result in llm.generate(PROMPTS, params, use_tqdm=False):
@@ -49,22 +67,23 @@ def main(start: str, final: str) -> list[float]:
         logprobs_mode="processed_logprobs",
         worker_extension_cls=cpu_platform.WORKER_EXTENSION,
     )
-    gaps = [mean_gap(llm, start)]
-    named = list(AutoModelForCausalLM.from_pretrained(final, dtype=torch.bfloat16).named_parameters())
-    flat = torch.cat([parameter.data.flatten() for _, parameter in named])
+    gaps = [mean_gap(llm, load(start))]
+    adapted = with_adapters(load(final))
     group = cpu_platform.WeightGroup("127.0.0.1", 0, rank=0, world_size=2)
     connecting = threading.Thread(target=group.connect)
     connecting.start()
     llm.collective_rpc("init_process_group", args=("127.0.0.1", group.port, 1, 2, "openrlhf_ext"))
     connecting.join()
-    for _ in range(2):
+    for model in (load(final), load(final), adapted):
+        named = [(name, parameter.data.bfloat16()) for name, parameter in whole_parameters(model)]
+        flat = torch.cat([tensor.flatten() for _, tensor in named])
         sending = threading.Thread(target=group.broadcast, args=(flat,))
         sending.start()
-        shapes = [tuple(parameter.shape) for _, parameter in named]
+        shapes = [tuple(tensor.shape) for _, tensor in named]
         llm.collective_rpc("receive_weights", args=([name for name, _ in named], shapes, flat.dtype))
         sending.join()
-        gaps.append(mean_gap(llm, final))
-    return gaps
+        gaps.append(mean_gap(llm, model))
+    return [*gaps, mean_gap(llm, load(final))]
 
 
 if __name__ == "__main__":

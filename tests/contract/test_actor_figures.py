@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import weakref
 
 import pytest
 import torch
@@ -30,6 +31,20 @@ def test_the_distance_is_the_norm_of_the_difference_to_the_start(one_rank_world:
     assert actor.distance_from_start() == {"policy/distance": 5.0, "policy/distance_relative": 2.5}
 
 
+def test_the_model_of_an_earlier_run_is_freed_though_a_hook_of_its_own_holds_it(one_rank_world: None) -> None:
+    actor = policy_actor(upstream_args())
+    engine, destroyed = actor._engine, []
+    weights = weakref.ref(engine.module.logits)
+    # As DeepSpeed: a hook that reaches the optimizer, which has the weights.
+    hook = engine.module.logits.register_hook(lambda gradient, optimizer=engine.optimizer: gradient)
+    engine.destroy = lambda hook=hook: destroyed.append(hook.remove())
+    del engine, hook
+    actor._forget_model()
+    assert len(destroyed) == 1 and weights() is None
+    actor._forget_model()  # there is none
+    assert len(destroyed) == 1
+
+
 def test_the_entropy_is_the_mean_surprise_of_sampled_tokens() -> None:
     def row(log_probs: list[float], mask: list[int]) -> Experience:
         return Experience(
@@ -38,6 +53,25 @@ def test_the_entropy_is_the_mean_surprise_of_sampled_tokens() -> None:
 
     rows = [row([math.log(0.5), math.log(0.25)], [1, 1]), row([math.log(0.125), -99.0], [1, 0])]
     assert row_metrics(rows)["rollout/entropy_mean"] == pytest.approx((1 + 2 + 3) * math.log(2) / 3)
+
+
+def test_the_engine_s_gap_is_a_mean_over_tokens_and_its_kl_the_k3_estimate() -> None:
+    def row(trainer: list[float], engine: list[float], mask: list[int]) -> Experience:
+        return Experience(
+            action_log_probs=torch.tensor([trainer]),
+            rollout_log_probs=torch.tensor([engine]),
+            action_mask=torch.tensor([mask]),
+            truncated=torch.tensor([0.0]),
+        )
+
+    rows = [
+        row([math.log(0.5), math.log(0.2)], [math.log(0.25), math.log(0.4)], [1, 1]),
+        row([0.0, 1], [0.0, 0], [1, 0]),
+    ]
+    metrics = row_metrics(rows)
+    assert metrics["rollout/engine_log_prob_abs_diff_mean"] == pytest.approx(2 * math.log(2) / 3)
+    # Ratios 2, 1/2 and 1: r - 1 - log r.
+    assert metrics["rollout/engine_kl_mean"] == pytest.approx(((1 - math.log(2)) + (-0.5 + math.log(2)) + 0) / 3)
 
 
 def test_shares_of_rows_by_origin_sum_to_one() -> None:

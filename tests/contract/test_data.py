@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig
 
-from openrlhf_ext.adapters import launch
+from openrlhf_ext.adapters import cluster, launch
 from openrlhf_ext.adapters.data import check_data, check_model, load_prompts
 from openrlhf_ext.adapters.session import Session
 from openrlhf_ext.cli.train_ppo_ray import checked_settings
@@ -241,7 +241,8 @@ def settings_for(tmp_path: Path, file: Path):
 def test_bad_data_ends_the_run_with_one_message_before_an_engine_starts(tmp_path, monkeypatch, capsys):
     file = tmp_path / "train.jsonl"
     file.write_text(json.dumps({"input": "1" * 17, "label": "0"}) + "\n")
-    monkeypatch.setattr(launch, "_start_ray", lambda settings: None)
+    for name in ("start_ray", "check_placement", "check_folders"):
+        monkeypatch.setattr(cluster, name, lambda settings: None)
     files = {"data.prompt_dataset": read_prompts(file, "input", "label", "refuse")}
     assert launch._train_all(iter([launch.Run(settings_for(tmp_path, file), files)]), 0.0) == 2
     printed = capsys.readouterr().err
@@ -251,7 +252,7 @@ def test_bad_data_ends_the_run_with_one_message_before_an_engine_starts(tmp_path
 
 def test_a_run_reports_how_many_rows_of_all_files_were_left_out(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}\n")
-    trainer = SimpleNamespace(reporter=SimpleNamespace(), max_steps=1, fit=lambda: None)
+    trainer = SimpleNamespace(reporter=SimpleNamespace(), max_steps=1, fit=lambda save_model: None)
     session = object.__new__(Session)
     session._trainer, session._engines, session._used = lambda *parts: trainer, [], False
     session._models = SimpleNamespace(

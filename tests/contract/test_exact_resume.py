@@ -413,14 +413,17 @@ def test_a_kill_before_the_best_checkpoint_is_noted_does_not_lose_it(
 # -- asked to stop --
 
 RARELY = {"--ckpt.save_steps": "100"}
+NO_CHECKPOINTS = {"--ckpt.save_steps": "-1", "--ext.resume": "never"}
 
 
 @pytest.fixture
 def supervised() -> Iterator[None]:
-    """The handler of the command's driver (supervisor.py)."""
-    previous = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    """The handlers of the command's driver (supervisor.py)."""
+    codes = {signal.SIGTERM: 143, signal.SIGUSR1: 85}
+    previous = {number: signal.signal(number, lambda number, _frame: sys.exit(codes[number])) for number in codes}
     yield
-    signal.signal(signal.SIGTERM, previous)
+    for number, handler in previous.items():
+        signal.signal(number, handler)
 
 
 def send_at(step: int, instant: str, *numbers: int) -> Callable[[str], None]:
@@ -489,6 +492,65 @@ def test_a_step_beyond_the_deadline_is_abandoned_and_the_last_checkpoint_stays(t
     assert stopped.value.code == 143
     assert saved(task / "stopped") == ["global_step2", "global_step4"]
     check_same(Attempt(task / "stopped", "popo", flags).run(), unbroken, start=4)
+
+
+@pytest.mark.usefixtures("supervised")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 85)])
+def test_before_the_first_step_a_run_ends_at_once_and_is_started_again(task: Path, number: int, code: int) -> None:
+    unbroken = Attempt(task / "run", "popo", RARELY).run()
+    stopped = Attempt(task / "stopped", "popo", RARELY, at=send_at(0, "evaluation 0", number))
+    with pytest.raises(SystemExit) as ended:
+        stopped.run()
+    assert (ended.value.code, stopped.steps, stopped.written, saved(task / "stopped")) == (code, {}, [], [])
+    check_same(Attempt(task / "stopped", "popo", RARELY).run(), unbroken, start=0)
+
+
+@pytest.mark.usefixtures("supervised")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("instant", "flags"),
+    [("evaluation 8", RARELY), ("writing the model", RARELY), ("evaluation 8", NO_CHECKPOINTS)],
+)
+def test_a_run_whose_last_step_is_trained_and_evaluated_writes_its_model_and_ends(
+    task: Path, number: int, instant: str, flags: dict[str, str]
+) -> None:
+    unbroken = Attempt(task / "run", "popo", flags).run()
+    stopped = Attempt(task / "stopped", "popo", flags, at=send_at(8, instant, number)).run()
+    check_same(stopped, unbroken, start=0)
+    assert stopped.written == unbroken.written == [unbroken.model.digest()]
+
+
+@pytest.mark.usefixtures("supervised")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("instant", "more"), [("trained", ()), ("writing the model", ()), ("evaluation 8", (signal.SIGALRM,))]
+)
+def test_without_checkpoints_the_final_model_is_written_before_a_stop_can_lose_it(
+    task: Path, number: int, instant: str, more: tuple[int, ...]
+) -> None:
+    stopped = Attempt(task / "run", "grpo", NO_CHECKPOINTS, at=send_at(8, instant, number, *more))
+    with pytest.raises(SystemExit) as ended:
+        stopped.run()
+    assert ended.value.code == 143
+    assert stopped.written == [stopped.model.digest()] and list(stopped.steps) == list(range(1, STEPS + 1))
+    # It was not evaluated, so it has no outcome.
+    assert not (task / "run" / "summary.json").exists()
+
+
+@pytest.mark.usefixtures("supervised")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 85)])
+@pytest.mark.parametrize("step", [3, 8])
+def test_a_step_is_saved_when_the_evaluation_after_it_takes_longer_than_the_deadline(
+    task: Path, step: int, number: int, code: int
+) -> None:
+    unbroken = Attempt(task / "run", "popo", RARELY).run()
+    stopped = Attempt(task / "stopped", "popo", RARELY, at=send_at(step, f"evaluation {step}", number, signal.SIGALRM))
+    with pytest.raises(SystemExit) as ended:
+        stopped.run()
+    assert (ended.value.code, saved(task / "stopped")) == (code, [f"global_step{step}"])
+    resumed = Attempt(task / "stopped", "popo", RARELY).run()
+    check_same(resumed, unbroken, start=step)
+    assert resumed.written == unbroken.written
 
 
 def test_the_supervisor_gives_the_step_longer_than_its_deadline(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_engines import NEVER, Engine, SeededRay, good
 from openrlhf.trainer.ppo_utils.experience import Experience
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from recorded import MAX_LENGTH, response, upstream_args
 
 from openrlhf_ext.adapters import generation
@@ -168,8 +168,9 @@ def test_an_error_in_the_engine_is_a_failed_request_with_its_message(outcome: ob
     assert (result.reason, result.retryable) == ("engine_error", True) and "boom" in result.detail
 
 
-def test_a_dead_engine_is_left_out_and_its_requests_are_generated_by_the_other() -> None:
-    dead, alive = Engine(lambda call: RayActorError()), Engine()
+@pytest.mark.parametrize("death", [RayActorError(), OutOfMemoryError("1 worker(s) were killed")])
+def test_a_dead_engine_is_left_out_and_its_requests_are_generated_by_the_other(death: Exception) -> None:
+    dead, alive = Engine(lambda call: death), Engine()
     generator, ledger = generator_for(dead, alive), RolloutLedger()
     prompts = iter(request.prompt for request in requests_for(6))
     sampler = GroupSampler(
@@ -187,8 +188,9 @@ def test_a_dead_engine_is_left_out_and_its_requests_are_generated_by_the_other()
     assert ledger.close_step()["step/rollouts_generated"] == 6 * N
 
 
-def test_the_run_stops_when_the_last_engine_dies() -> None:
-    engines = [Engine(lambda call: RayActorError()) for _ in range(2)]
+@pytest.mark.parametrize("death", [RayActorError(), OutOfMemoryError("1 worker(s) were killed")])
+def test_the_run_stops_when_the_last_engine_dies(death: Exception) -> None:
+    engines = [Engine(lambda call: death) for _ in range(2)]
     with pytest.raises(RuntimeError, match="no vLLM engine is left"):
         generator_for(*engines).generate(requests_for(4))
 

@@ -89,17 +89,17 @@ def test_c23_one_failing_rollout_refuses_its_group_and_never_a_part_of_it(monkey
             raise ValueError("the environment is gone")
         return response()
 
-    engine = SimpleNamespace(executor=SimpleNamespace(execute=execute), _tokenizer=None)
+    engine = SimpleNamespace(executor=SimpleNamespace(execute=execute), _tokenizer=None, _agent_file="agent.py")
     call = {"prompt": "1+1=", "label": "2", "images": None, "sampling": {}, "max_length": 9, "num_rollouts": 4}
     responses, problem = asyncio.run(EngineActor.generate_group(engine, **call, deadline_s=9.0))
-    assert (len(responses), problem) == (3, "ValueError: the environment is gone")
+    assert len(responses) == 3 and problem.startswith("agent.py raised ValueError: the environment is gone (")
 
     monkeypatch.setattr(generation, "ray", SeededRay())
     pool = EnginePool([Engine(lambda call: (responses, problem))], sleeps=False)
     generator = GroupGenerator(pool, upstream_args(), ExtConfig("unused"), temperature=1)
     (result,) = generator.generate([RolloutRequest("g0", Prompt("a", "1+1=", "2"), 4)])
     assert isinstance(result, FailedRequest) and result.retryable
-    assert (result.reason, result.num_generated) == ("engine_error", 3)
+    assert (result.reason, result.num_generated) == ("invalid_reward", 3)
 
 
 # -- checkpoints --

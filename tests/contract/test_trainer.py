@@ -14,19 +14,23 @@ from openrlhf_ext.prompt_pool import PoolExhausted
 pytestmark = pytest.mark.contract
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_the_prefix_cache_is_reset_once_after_every_new_weights(
-    monkeypatch: pytest.MonkeyPatch, caching: bool
+@pytest.mark.parametrize(
+    ("caching", "images", "is_reset"), [(True, 0, True), (False, 0, False), (False, 1, True), (True, 1, True)]
+)
+def test_caches_are_reset_once_after_every_new_weights(
+    monkeypatch: pytest.MonkeyPatch, caching: bool, images: int, is_reset: bool
 ) -> None:
     events: list[str] = []
     monkeypatch.setattr(BasePPOTrainer, "broadcast_to_vllm", lambda self: events.append("weights"))
     trainer = object.__new__(Trainer)
-    trainer.args = SimpleNamespace(vllm=SimpleNamespace(enable_prefix_caching=caching))
+    trainer.args = SimpleNamespace(
+        vllm=SimpleNamespace(enable_prefix_caching=caching), data=SimpleNamespace(max_images_per_prompt=images)
+    )
     trainer.vllm_engines = ["first", "second"]
     trainer.pool = SimpleNamespace(engines=["first", "second"], leave_out_the_dead=lambda: None, all=events.append)
     for _ in range(2):
         trainer.broadcast_to_vllm()
-    assert events == (["weights", "reset_prefix_cache"] if caching else ["weights"]) * 2
+    assert events == (["weights", "reset_prefix_cache"] if is_reset else ["weights"]) * 2
 
 
 @pytest.mark.parametrize(

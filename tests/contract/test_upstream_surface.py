@@ -71,6 +71,15 @@ SIGNATURES = {
     "ray.util.placement_group:placement_group": (
         "bundles strategy name lifetime _soft_target_node_id bundle_label_selector"
     ),
+    "ray.util.placement_group:PlacementGroup.wait": "timeout_seconds",
+    "ray.util.placement_group:remove_placement_group": "placement_group",
+    # adapters/cluster.py
+    "ray._private.authentication.authentication_token_setup:ensure_token_if_auth_enabled": (
+        "system_config create_token_if_missing"
+    ),
+    "ray._private.services:canonicalize_bootstrap_address": "addr temp_dir",
+    "ray._private.state:available_resources_per_node": "",
+    "ray._private.utils:set_sigterm_handler": "sigterm_handler",
     # adapters/engine.py
     f"{ENGINE}:RolloutRayActor": "*args bundle_indices agent_func_path remote_rm_url mm_pad_token_ids **kwargs",
     f"{ENGINE}:RolloutRayActor.init_process_group": (
@@ -80,10 +89,13 @@ SIGNATURES = {
     f"{ENGINE}:RolloutRayActor.reset_prefix_cache": "",
     f"{ENGINE}:RolloutRayActor.sleep": "level",
     f"{ENGINE}:RolloutRayActor.wake_up": "tags",
+    f"{ENGINE}:_load_agent_executor": "agent_func_path",
+    "openrlhf.utils.agent:MultiTurnAgentExecutor": "agent_instance_cls",
     EXECUTOR: "remote_rm_url",
     f"{EXECUTOR}.execute": ("prompt label sampling_params max_length hf_tokenizer llm_engine images"),
     "vllm:SamplingParams.clone": "",
     "vllm:AsyncLLMEngine.collective_rpc": "method timeout args kwargs",
+    "vllm:AsyncLLMEngine.reset_encoder_cache": "",
     "ray.actor:exit_actor": "",
     # adapters/cpu_platform.py
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": (
@@ -91,7 +103,19 @@ SIGNATURES = {
     ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model": "",
     f"{HEAD}.process_weights_after_loading": "layer",
+    # adapters/vision.py
+    "openrlhf.utils.vlm_utils:process_prompt_with_images": "processor prompt images",
+    "openrlhf.utils.vlm_utils:load_images": "image_refs",
+    "openrlhf.utils.vlm_utils:dedup_media_tokens": "token_ids pad_token_ids",
+    "openrlhf.utils.utils:convert_to_torch_dtype": "param_dtype",
+    "transformers:Qwen2_5_VLProcessor._get_num_multimodal_tokens": "image_sizes video_sizes **kwargs",
+    # adapters/lora.py
+    "openrlhf.utils.deepspeed:DeepspeedStrategy.save_model": "model tokenizer output_dir **kwargs",
+    "openrlhf.utils.deepspeed:DeepspeedStrategy._unwrap_model": "model",
+    "peft.tuners.lora:Linear.get_delta_weight": "adapter",
+    "peft:PeftModel.get_base_model": "",
     # adapters/experience_maker.py
+    "openrlhf.trainer.ppo_utils.length_penalty:apply_length_penalties": "experiences args",
     f"{MAKER}:RemoteExperienceMaker": (
         "actor_model_group critic_model_group reward_model_group initial_model_group kl_controller strategy tokenizer"
         " **kwargs"

@@ -17,19 +17,27 @@ ROOT = Path(__file__).parents[2]
 # DeepSpeed looks for ninja on the PATH.
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
+TRAIN = (sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray")
+
 
 class Command:
-    """One run of ``openrlhf_ext.cli.train_ppo_ray`` in a process of its own, with its output in a file."""
+    """One run of ``program``, training by default, in a process of its own, with its output in a file."""
 
-    def __init__(self, config: str, run_dir: Path, *flags: str) -> None:
+    def __init__(
+        self,
+        config: str,
+        run_dir: Path,
+        *flags: str,
+        program: Sequence[str] = TRAIN,
+        environment: Mapping[str, str] = ENVIRONMENT,
+    ) -> None:
         self.run_dir = run_dir
         self._output = run_dir.with_name(f"{run_dir.name}.{time.time_ns()}.txt")
         with open(self._output, "wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray"]
-                + ["--config", f"configs/cpu/{config}.yaml", "--ext.run_dir", str(run_dir), *flags],
+                [*program, "--config", f"configs/cpu/{config}.yaml", "--ext.run_dir", str(run_dir), *flags],
                 cwd=ROOT,
-                env=ENVIRONMENT,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import Command
@@ -49,17 +50,17 @@ def countdown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(countdown: Path) -> Iterator[Callable[..., Command]]:
-    """Starts a command on the small task; what a failed test leaves running is ended."""
+    """Starts a command on the small task, see `Command`; what a failed test leaves running is ended."""
     commands: list[Command] = []
 
-    def run(config: str, run_dir: Path, *flags: str) -> Command:
+    def run(config: str, run_dir: Path, *flags: str, **options: Any) -> Command:
         task = (
             *("--actor.model_name_or_path", str(countdown / "model")),
             *("--data.prompt_dataset", str(countdown / "train.jsonl")),
             *("--eval.dataset", str(countdown / "eval.jsonl")),
             *("--eval.n_samples_per_prompt", "4", "--ext.eval.pass_at", "1", "2", "4"),
         )
-        commands.append(Command(config, run_dir, *task, *flags))
+        commands.append(Command(config, run_dir, *task, *flags, **options))
         return commands[-1]
 
     yield run

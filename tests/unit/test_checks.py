@@ -29,17 +29,26 @@ GOOD: dict[str, object] = {
     "actor.model_name_or_path": "organization/model",
     "actor.num_nodes": 1,
     "actor.num_gpus_per_node": 2,
+    "ref.num_nodes": 1,
+    "ref.num_gpus_per_node": 8,
+    "critic.num_nodes": 1,
+    "critic.num_gpus_per_node": 8,
     "critic.model_name_or_path": None,
     "reward.model_name_or_path": None,
     "reward.remote_url": "http://localhost:5000/reward",
     "reward.overlong_buffer_len": None,
+    "reward.overlong_penalty_factor": 1.0,
     "reward.stop_properly_penalty_coef": None,
     "train.agent_func_path": None,
     "train.async_enable": False,
+    "train.colocate_all": False,
+    "train.colocate_actor_ref": False,
+    "train.colocate_critic_reward": False,
     "train.batch_size": 64,
     "train.micro_batch_size": 8,
     "train.num_episodes": 1,
     "train.max_epochs": 1,
+    "train.dynamic_batch_enable": False,
     "rollout.batch_size": 16,
     "rollout.n_samples_per_prompt": 8,
     "rollout.micro_batch_size": 4,
@@ -53,6 +62,7 @@ GOOD: dict[str, object] = {
     "data.input_key": "input",
     "data.label_key": None,
     "data.image_key": "images",
+    "data.max_images_per_prompt": 0,
     "data.input_template": None,
     "data.apply_chat_template": False,
     "eval.dataset": None,
@@ -60,10 +70,19 @@ GOOD: dict[str, object] = {
     "eval.steps": -1,
     "eval.temperature": 0.6,
     "vllm.num_engines": 1,
+    "vllm.tensor_parallel_size": 1,
     "algo.advantage.estimator": "group_norm",
+    "algo.kl.init_coef": 0.0,
     "algo.dynamic_filtering_enable": False,
     "ds.ring_attn_size": 1,
+    "ds.use_liger_kernel": False,
     "ds.tensor_parallel_size": 1,
+    "ds.zero_stage": 2,
+    "ds.attn_implementation": "flash_attention_2",
+    "ds.load_in_4bit": False,
+    "ds.lora.rank": 0,
+    "ds.lora.alpha": 16,
+    "ds.lora.dropout": 0,
     "ckpt.load_enable": False,
     "ckpt.disable_ds": False,
     "ckpt.save_steps": -1,
@@ -99,6 +118,12 @@ def refusal(tmp_path: Path, flat: dict[str, object], **ext: object) -> str:
 
 def test_good_settings_pass(tmp_path: Path) -> None:
     check(settings(tmp_path, {}))
+    # What is not used may have any size, and so may what has GPUs of its own.
+    check(settings(tmp_path, {"train.colocate_all": True, "vllm.num_engines": 2, "ref.num_nodes": 0}))
+    check(settings(tmp_path, {"train.colocate_actor_ref": True, "vllm.tensor_parallel_size": 4}))
+    check(settings(tmp_path, {"algo.kl.init_coef": 0.1, "algo.advantage.estimator": "gae"}))
+    small = {"critic.num_gpus_per_node": 1, "algo.advantage.estimator": "gae", "vllm.num_engines": 2}
+    check(settings(tmp_path, {"train.colocate_all": True, **small}))
     check(settings(tmp_path, {}, dapo=DapoConfig()))
     check(settings(tmp_path, {"rollout.max_new_tokens": None, "eval.dataset": "organization/data"}))
 
@@ -113,6 +138,14 @@ def test_good_settings_pass(tmp_path: Path) -> None:
         ({"reward.remote_url": None}, "nothing gives rewards: rewards are verified "),
         ({"train.async_enable": True}, "--train.async_enable is not supported: "),
         ({"use_ms": True}, "--use_ms is not supported; "),
+        ({"data.max_images_per_prompt": -1}, "--data.max_images_per_prompt must be at least 0, which is none, got -1"),
+        (
+            {"data.max_images_per_prompt": 1, "train.dynamic_batch_enable": True},
+            "--train.dynamic_batch_enable makes OpenRLHF pack rows end to end, which takes images from their places, "
+            "so it does not go with --data.max_images_per_prompt 1; remove it",
+        ),
+        ({"data.max_images_per_prompt": 1, "ds.ring_attn_size": 2}, "--ds.ring_attn_size 2 makes OpenRLHF pack rows"),
+        ({"data.max_images_per_prompt": 1, "ds.use_liger_kernel": True}, "--ds.use_liger_kernel has no vision models"),
         ({"rollout.batch_size": 0}, "--rollout.batch_size must be at least 1, got 0"),
         ({"train.batch_size": -1}, "--train.batch_size must be at least 1, got -1"),
         ({"rollout.n_samples_per_prompt": 0}, "--rollout.n_samples_per_prompt must be at least 1, got 0"),
@@ -134,13 +167,66 @@ def test_good_settings_pass(tmp_path: Path) -> None:
             {"reward.overlong_buffer_len": 8.0, "rollout.max_new_tokens": None},
             "--reward.overlong_buffer_len 8 must be above 0 and at most --rollout.max_new_tokens, which is None; ",
         ),
+        (
+            {"reward.overlong_buffer_len": 8.0, "reward.overlong_penalty_factor": -1.0},
+            "--reward.overlong_penalty_factor must be above 0, or long answers gain, got -1",
+        ),
         ({"reward.stop_properly_penalty_coef": 1.5}, "--reward.stop_properly_penalty_coef must be a factor up to 1, "),
+        # The actor has 1 node with 2 GPUs, there is one engine.
+        (
+            {"vllm.tensor_parallel_size": 0},
+            "--vllm.num_engines 1 --vllm.tensor_parallel_size 0: both must be at least",
+        ),
+        ({"algo.kl.init_coef": 0.1, "ref.num_nodes": 0}, "--ref.num_nodes 0 --ref.num_gpus_per_node 8: both must be"),
+        (
+            {"train.colocate_all": True},
+            "--vllm.num_engines 1 --vllm.tensor_parallel_size 1 with --train.colocate_all, which puts them on the "
+            "GPUs of --actor.num_nodes 1 --actor.num_gpus_per_node 2: 1 GPUs for engines, 2 for the actor; make "
+            "them the same number, with --vllm.num_engines 2 for example",
+        ),
+        (
+            {
+                "train.colocate_all": True,
+                "actor.num_nodes": 2,
+                "actor.num_gpus_per_node": 2,
+                "vllm.tensor_parallel_size": 4,
+            },
+            "--vllm.num_engines 1 --vllm.tensor_parallel_size 4 with --train.colocate_all, which puts them on the "
+            "GPUs of --actor.num_nodes 2 --actor.num_gpus_per_node 2: an engine would be on two nodes; use a "
+            "--vllm.tensor_parallel_size that divides 2",
+        ),
+        (
+            {"train.colocate_actor_ref": True, "algo.kl.init_coef": 0.1},
+            "--ref.num_nodes 1 --ref.num_gpus_per_node 8 with --train.colocate_actor_ref, which puts them on the GPUs "
+            "of --actor.num_nodes 1 --actor.num_gpus_per_node 2: give both the same, --ref.num_nodes 1 "
+            "--ref.num_gpus_per_node 2",
+        ),
+        (
+            {"train.colocate_all": True, "vllm.num_engines": 2, "algo.advantage.estimator": "gae"},
+            "--critic.num_nodes 1 --critic.num_gpus_per_node 8 with --train.colocate_all, which puts them on the GPUs "
+            "of --actor.num_nodes 1 --actor.num_gpus_per_node 2: give both the same, --critic.num_nodes 1 "
+            "--critic.num_gpus_per_node 2",
+        ),
         # 2 ranks, and one copy of the model takes 4.
         ({"ds.ring_attn_size": 4}, "--actor.num_nodes x --actor.num_gpus_per_node = 2 is not a multiple of"),
         # data.max_len is 64: 64 new tokens would leave none for the prompt.
         ({"rollout.max_new_tokens": 64}, "--rollout.max_new_tokens must be in [1, 63] so that there is room"),
         ({"reward.remote_url": "/no/reward.py"}, "--reward.remote_url: there is no file /no/reward.py; "),
         ({"train.agent_func_path": "/no/agent.py"}, "--train.agent_func_path: there is no file /no/agent.py; "),
+        (
+            {"train.agent_func_path": "agent"},
+            "--train.agent_func_path agent must be a .py file that defines AgentExec",
+        ),
+        ({"ds.load_in_4bit": True}, "--ds.load_in_4bit is not supported: vLLM engines take whole weights only; "),
+        ({"ds.lora.rank": -1}, "--ds.lora.rank must be at least 0, which is off, got -1"),
+        ({"ds.lora.rank": 8, "ds.lora.alpha": 0}, "--ds.lora.alpha must be above 0, or nothing is trained, got 0"),
+        ({"ds.lora.rank": 8, "ds.lora.dropout": 1.0}, "--ds.lora.dropout must be at least 0 and below 1, got 1"),
+        ({"ds.lora.rank": 8, "ds.zero_stage": 3}, "--ds.lora.rank 8 does not go with --ds.zero_stage 3: "),
+        ({"ds.lora.rank": 8, "train.enable_ema": True}, "--ds.lora.rank 8 does not go with --train.enable_ema: "),
+        (
+            {"ds.lora.rank": 8, "ds.tensor_parallel_size": 2},
+            "--ds.lora.rank 8 does not go with --ds.tensor_parallel_size 2: ",
+        ),
         ({"data.prompt_dataset": "/no/a.jsonl"}, "--data.prompt_dataset: there is no file or folder /no/a.jsonl; "),
         ({"eval.dataset": "/no/a.jsonl"}, "--eval.dataset: there is no file or folder /no/a.jsonl; "),
         ({"actor.model_name_or_path": "/no/m"}, "--actor.model_name_or_path: there is no folder /no/m; "),
@@ -149,6 +235,29 @@ def test_good_settings_pass(tmp_path: Path) -> None:
 )
 def test_what_is_missing_or_unsupported_is_named(tmp_path: Path, flat: dict[str, object], message: str) -> None:
     assert refusal(tmp_path, flat).startswith(message)
+
+
+def test_float32_needs_an_attention_that_has_it(tmp_path: Path) -> None:
+    message = refusal(tmp_path, {}, fp32=True)
+    assert "--ext.fp32 does not go with --ds.attn_implementation flash_attention_2" in message and "sdpa" in message
+    check(settings(tmp_path, {"ds.attn_implementation": "sdpa"}, fp32=True))
+
+
+def test_lora_passes_where_each_process_holds_whole_layers(tmp_path: Path) -> None:
+    check(settings(tmp_path, {"ds.lora.rank": 1, "ds.lora.dropout": 0.1}))
+    check(settings(tmp_path, {"ds.zero_stage": 3, "ds.tensor_parallel_size": 2}))
+
+
+def test_a_reward_file_beside_an_agent_is_neither_used_nor_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, text in (("agent.py", ""), ("reward.py", "raise ValueError")):
+        (tmp_path / name).write_text(text)
+    flat = {"train.agent_func_path": str(tmp_path / "agent.py"), "reward.remote_url": str(tmp_path / "reward.py")}
+    checked = settings(tmp_path, flat)
+    check(checked)
+    check_reward_file(checked)
+    assert f"--reward.remote_url {tmp_path / 'reward.py'} is not used" in caplog.text
 
 
 def test_limits_themselves_pass(tmp_path: Path) -> None:

@@ -252,6 +252,7 @@ def test_a_template_may_be_a_text_file(tmp_path) -> None:
         ('{"input": 7, "label": 1}', "set.jsonl:1: 'input' must be a string, got int"),
         ('{"input": "\\ud800", "label": 1}', "set.jsonl:1: 'input' holds half of a surrogate pair"),
         ('{"input": "1", "label": null}', "set.jsonl:1: 'label' is null"),
+        ('{"input": "1", "label": 1, "images": ["a.png"]}', "set.jsonl:1: has images, which this command shows no"),
         ('{"input": "1", "label": "unreadable"}', "set.jsonl:1: cannot be graded:"),
         ('{"input": "%s", "label": "1"}' % ("1" * 256), "set.jsonl:1: the prompt has 256 tokens"),
     ],

@@ -56,6 +56,20 @@ def test_another_answer_is_wrong(answer: str, gold: str) -> None:
         ("#### 1\n#### 2", RIGHT),
         ("#### Step 1\nThe answer is 2", RIGHT),
         ("Answer: $2$", RIGHT),
+        ("1 + 1 = 2. #### 2", RIGHT),  # on one line, as the prompts of few-shot evaluations have it
+        ("##### 2", NO_ANSWER),  # a heading
+        ("The answer is **2**.", RIGHT),
+        ("**Answer: 2**", RIGHT),
+        ("**Answer:** 2 apples", RIGHT),
+        ("The answer is 2**1.", RIGHT),
+        ("The answer is $2.", RIGHT),
+        ("The answer is 1. Wait, the answer is 2.", RIGHT),
+        ("<think>1 or 3</think> <answer>2</answer>", RIGHT),
+        ("<answer>2</answer> no, <answer> 1 </answer>", WRONG),
+        ("<answer>2</answer> so the answer is 1", RIGHT),
+        ("<answer>2", NO_ANSWER),  # cut off
+        ("<answer></answer>", NO_ANSWER),
+        ("Therefore she has 2 left.", NO_ANSWER),
         ("the answer is 1", WRONG),
         ("1 + 1 = 2", NO_ANSWER),
         ("2", NO_ANSWER),

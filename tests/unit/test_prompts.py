@@ -28,11 +28,11 @@ def read(
 
 
 def test_rows_keep_their_line_id_label_and_datasource(tmp_path: Path) -> None:
-    content = b'{"id": 7, "input": "x", "label": {"n": [1]}, "datasource": "d", "images": "a.png"}\n\n'
+    content = b'{"id": 7, "input": "x", "label": {"n": [1]}, "datasource": "d"}\n\n'
     content += GOOD
     first, second = read(tmp_path, content).rows
     assert (first.id, first.line, first.input, first.label, first.datasource) == ("7", 1, "x", {"n": [1]}, "d")
-    assert first.images == "a.png"
+    assert first.images is None
     assert (second.line, second.datasource, second.images) == (3, "default", None)
 
 

@@ -73,15 +73,17 @@ def test_nothing_is_left_when_the_child(case):
     assert not any(map(is_running, daemons(output)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_supervisor_ends_everything_and_runs_the_childs_finally(number):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 85)]
+)
+def test_a_signal_to_the_supervisor_ends_everything_and_runs_the_childs_finally(number, code):
     process = start(f"{WAIT}\n    finally:\n        print('cleaned', flush=True)")
     lines = []
     while "ready\n" not in lines:
         lines.append(process.stdout.readline())
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    assert process.returncode == code
     assert "cleaned" in output
     assert not any(map(is_running, daemons("".join(lines))))
 
@@ -109,21 +111,45 @@ def test_a_bystander_is_left_alone():
         bystander.wait()
 
 
-def test_a_library_that_changes_the_exit_code_of_the_signal_does_not_change_the_outcome():
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 85)])
+def test_a_library_that_changes_the_exit_code_of_the_signal_does_not_change_the_outcome(number, code):
     process = start(f"{WAIT}\n    except SystemExit:\n        sys.exit(1)")
+    while process.stdout.readline() != "ready\n":
+        pass
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+
+
+def test_a_child_that_has_saved_in_the_end_says_so_itself():
+    process = start(f"{WAIT}\n    except SystemExit:\n        sys.exit(85)")
     while process.stdout.readline() != "ready\n":
         pass
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 85
 
 
-def test_a_child_that_does_not_stop_in_its_time_is_killed():
+def test_signals_that_come_while_the_descendants_are_ended_do_not_leave_them():
+    # The daemons take a second to end: they ignore SIGTERM.
+    process = start("return 7")
+    lines = [process.stdout.readline() for _ in range(2)]
+    child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    while is_running(child):
+        time.sleep(0.01)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        process.send_signal(number)
+    process.communicate(timeout=60)
+    assert not any(map(is_running, daemons("".join(lines))))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_child_that_does_not_stop_in_its_time_is_killed(name):
     process = start(
-        f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{WAIT}\n    finally:\n        pass", ", stop_grace_s=0.1"
+        f"signal.signal(signal.{name}, signal.SIG_IGN)\n{WAIT}\n    finally:\n        pass", ", stop_grace_s=0.1"
     )
     while process.stdout.readline() != "ready\n":
         pass
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.Signals[name])
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
