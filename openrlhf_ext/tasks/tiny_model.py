@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -34,7 +35,8 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 _MIX = {"countdown-2": 0.65, "countdown-3": 0.25, "countdown-4": 0.1}
 """Shares of the warm start: mostly the easy puzzles, so that some become certain and most others stay out of reach."""
 _REPORT = "warm_start.json"
-_IGNORED = -100
+_Report = TypeVar("_Report")
+IGNORED = -100
 """Label of prompt and padding tokens, which carry no loss (transformers' convention)."""
 
 
@@ -110,10 +112,10 @@ def warm_start(out_dir: Path, settings: WarmStart) -> tuple[WarmStartReport, boo
     Raises:
         ValueError: `out_dir` holds something other than an earlier warm start.
     """
-    existing = _read_report(out_dir)
+    existing = read_report(out_dir, WarmStartReport)
     if existing is not None and existing.settings == asdict(settings):
         return existing, False
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():
         torch.manual_seed(settings.seed)
         tokenizer = make_tokenizer()
         model = make_model(tokenizer)
@@ -130,7 +132,8 @@ def warm_start(out_dir: Path, settings: WarmStart) -> tuple[WarmStartReport, boo
         accuracy_by_datasource=_mean_by_datasource(puzzles, accuracy),
         seconds=round(seconds, 1),
     )
-    _save(out_dir, model, report)
+    # Not the tokenizer in use, which would save its padding of the last batch, too.
+    save_model(out_dir, model, make_tokenizer(), report)
     return report, True
 
 
@@ -186,9 +189,9 @@ def training_batch(
     texts = [puzzle.prompt + puzzle.solution + tokenizer.eos_token for puzzle in examples]
     padded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
     input_ids = padded["input_ids"]
-    labels = input_ids.masked_fill(padded["attention_mask"] == 0, _IGNORED)
+    labels = input_ids.masked_fill(padded["attention_mask"] == 0, IGNORED)
     for row, puzzle in zip(labels, examples, strict=True):
-        row[: len(puzzle.prompt)] = _IGNORED
+        row[: len(puzzle.prompt)] = IGNORED
     return input_ids, labels
 
 
@@ -207,12 +210,12 @@ def _mean_by_datasource(puzzles: Sequence[Puzzle], accuracy: torch.Tensor) -> di
     return means
 
 
-def _read_report(out_dir: Path) -> WarmStartReport | None:
+def read_report(out_dir: Path, kind: type[_Report]) -> _Report | None:
     """The report of an earlier warm start in `out_dir`; None where there is nothing yet."""
     if not out_dir.exists():
         return None
     try:
-        return WarmStartReport(**json.loads((out_dir / _REPORT).read_text()))
+        return kind(**json.loads((out_dir / _REPORT).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{out_dir} exists without a readable {_REPORT}, so it is not a warm start and is not overwritten "
@@ -220,11 +223,12 @@ def _read_report(out_dir: Path) -> WarmStartReport | None:
         ) from error
 
 
-def _save(out_dir: Path, model: LlamaForCausalLM, report: WarmStartReport) -> None:
+def save_model(out_dir: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, report: object) -> None:
+    """Save all of it in place of an earlier warm start; the folder appears whole or not at all."""
     disable_progress_bar()
     partial = out_dir.with_name(f".{out_dir.name}.{os.getpid()}")
     model.save_pretrained(partial)
-    make_tokenizer().save_pretrained(partial)  # not the one in use, which would save its padding of the last batch too
+    tokenizer.save_pretrained(partial)
     (partial / _REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
     if out_dir.exists():  # an earlier warm start with other settings
         shutil.rmtree(out_dir)
@@ -232,7 +236,7 @@ def _save(out_dir: Path, model: LlamaForCausalLM, report: WarmStartReport) -> No
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """With several threads the order of floating-point sums, and so the weights, would depend on their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
