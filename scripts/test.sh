@@ -12,6 +12,14 @@ if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get 
         echo "test.sh: chromium could not be installed; the tests of the report's page are skipped"
 fi
 
+# Jobs are tested on a real Slurm, which the tests start in namespaces of their own.
+if ! command -v slurmctld >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "test.sh: installing Debian's Slurm for the tests of slurm/"
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        slurmctld slurmd slurm-client munge iproute2 procps; } >/dev/null 2>&1 ||
+        echo "test.sh: Slurm could not be installed; the tests that need it are skipped"
+fi
+
 export PATH="$PWD/.venv/bin:$PATH" # DeepSpeed looks for ninja there
 export OMP_NUM_THREADS=1           # more threads in several processes on few cores: 10 to 100 times slower
 ruff check .
