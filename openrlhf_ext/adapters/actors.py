@@ -19,6 +19,7 @@ import openrlhf.trainer.ray.ppo_critic as upstream_critic
 import ray
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import Init
 from openrlhf.utils import get_tokenizer
 
 import openrlhf_ext.adapters.precision  # noqa: F401 (models look a type up by its name when they are made)
@@ -87,6 +88,25 @@ class SafePort:
 _MODEL_PARTS = {"_engine", "_schedule", "_start", "trainer", "ema_model"} | {
     role + part for role in ("actor", "critic") for part in ("", "_optim", "_scheduler")
 }
+
+
+def gather_one_by_one() -> None:
+    """Under ZeRO-3, have DeepSpeed wait for every weight that it gathers.
+
+    Of several at once it waits for the last one only; a GPU's stream puts the others in order, gloo's threads do not,
+    and weights that are written into the gathered ones, such as those of a model file, were overwritten now and then.
+    """
+    several = Init._allgather_params_coalesced
+
+    def one_by_one(self, param_list, *args, **kwargs) -> None:
+        for param in param_list:
+            several(self, [param], *args, **kwargs)
+
+    Init._allgather_params_coalesced = one_by_one
+
+
+if cpu_platform.active():
+    gather_one_by_one()
 
 
 class WindowedTraining:

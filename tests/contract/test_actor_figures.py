@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import socket
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from fakes import policy_actor
 from openrlhf.trainer.ppo_utils.experience import Experience
 from recorded import upstream_args
@@ -101,3 +104,29 @@ def test_a_port_in_use_is_not_taken(monkeypatch) -> None:
         monkeypatch.setattr(actors, "_OWN_PORTS", range(taken.getsockname()[1], taken.getsockname()[1] + 1))
         with pytest.raises(RuntimeError, match="no free port from"):
             SafePort._get_free_port()
+
+
+def test_every_weight_that_zero_3_gathers_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The real method of DeepSpeed, on two weights of one module and a gathering that is late.
+    waited: list[int] = []
+    started: list[torch.Tensor] = []
+
+    def all_gather(output: torch.Tensor, _input: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
+        started.append(output)
+        return SimpleNamespace(wait=partial(waited.append, len(started)))
+
+    monkeypatch.setattr(partition_parameters.dist, "all_gather_into_tensor", all_gather)
+    context = SimpleNamespace(
+        _partition_world_size=lambda param: 2,
+        get_partition_dp_group=lambda param: None,
+        local_device=torch.device("cpu"),
+        use_all_gather_into_tensor=True,
+    )
+    weights = []
+    for shape in ((3, 2), (3,)):
+        weight = torch.nn.Parameter(torch.zeros(shape))
+        weight.ds_tensor = torch.zeros(math.ceil(weight.numel() / 2))
+        weight.ds_tensor.ds_numel, weight.ds_numel, weight.ds_shape = weight.ds_tensor.numel(), weight.numel(), shape
+        weights.append(weight)
+    partition_parameters.Init._allgather_params_coalesced(context, weights)
+    assert sorted(waited) == [1, 2] and len(started) == 2
