@@ -9,6 +9,7 @@
 set -euo pipefail
 
 TORCH="torch==2.13.0+cpu"
+TORCHVISION="torchvision==0.28.0"
 TORCH_INDEX="https://download.pytorch.org/whl/cpu" # PyTorch's own; PyPI has the CUDA build only
 DISK_GIB=5
 
@@ -132,6 +133,15 @@ drop_half_installed() {
     done
 }
 
+install_torchvision() {
+    # For vision models only: their image processors need it. It is beside the environment (PYTHONPATH=.venv/vision),
+    # since all that imports transformers would import it. PyPI has the CUDA build only, whose operators do not load
+    # here and are not needed; without this file, the rest does.
+    rm -rf "$venv/vision"
+    pip_install --target "$venv/vision" "$TORCHVISION" && : >"$venv/vision/torchvision/_meta_registrations.py" ||
+        echo "      no $TORCHVISION to be had: vision models cannot be tried here (the rest is not affected)"
+}
+
 install_stack() {
     local wrong
     rm -f "$stamp"
@@ -149,6 +159,7 @@ install_stack() {
     pip_install --no-build-isolation --editable "$root" || failed "openrlhf_ext"
     wrong=$(wrong_versions)
     [ -z "$wrong" ] || die $'these versions are in .venv after the install:\n'"$wrong"
+    install_torchvision
     echo "[6/6] compiling DeepSpeed's CPU optimizer"
     "$venv/bin/python" -c "from openrlhf_ext.adapters.cpu_platform import build_extensions; build_extensions()" \
         >>"$log" 2>&1 || failed "DeepSpeed's CPU extensions"
