@@ -45,6 +45,21 @@ def check_filling(run_dir: Path, num_groups: int, group_size: int) -> list[dict]
     return rows
 
 
+def check_filled_in_order(rows: list[dict], num_groups: int) -> None:
+    """POPO without limits: every slot is filled as far as the buffer reaches, and only replayed rows are weighted."""
+    stored = 0
+    for row in rows:
+        missing = num_groups - round(row["groups/effective_frac_generated"] * num_groups)
+        assert row["replay/num_groups"] == min(missing, stored)
+        assert (row["groups/effective_frac_trained"] == 1.0) == (missing <= stored)
+        stored = row["group_buffer/num_groups"]
+        # One optimizer step: nothing has moved away from the proximal policy yet, so the clip cuts nothing.
+        assert row.get("replay/ratio_clipped_frac", 0.0) == row["fresh/ratio_clipped_frac"] == 0.0
+    # Rows of one step ago are weighted by how far the policy has moved since, which is not far.
+    assert 0 < rows[1]["replay/behavior_kl_age_01"] == rows[1]["replay/behavior_kl"] < 0.5
+    assert 0.5 < rows[1]["replay/weight_mean"] < 2 and rows[1]["replay/weight_max"] != 1.0
+
+
 def check_rollout_replay(run_dir: Path, *, max_age: int) -> list[dict]:
     """APER and what contains it; returns the train rows."""
     rows = read_metrics(run_dir, "train")

@@ -1,4 +1,4 @@
-"""Rollout replay, its naive baselines, and all methods together, over two actors; one actor is in test_variants.py."""
+"""Rollout replay, its naive baselines, POPO-KL and all methods together, over two actors; test_variants.py has one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 from command import train_variants
 from laws import check_pilots, check_rollout_replay
 
+from openrlhf_ext.run_dir import read_metrics
+
 GENERATED = 128
-CONFIGS = ("aper", "aper_uniform_pool", "aper_sigma_pool", "combined")
+CONFIGS = ("aper", "aper_uniform_pool", "aper_sigma_pool", "combined", "popo_kl")
+# Groups and their size in popo_kl: an odd number of informative ones gives the two actors different numbers of rows.
+ODD, SIZE = 9, 6
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +25,11 @@ def trained(countdown: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = dict.fromkeys(CONFIGS, ())
     # About 6 of 24 prompts are committed: never a whole batch of 16, so that filling has something to do.
     own["combined"] = ("--ext.pilot.prompts_per_round", "24")
+    own["popo_kl"] = (
+        *("--rollout.batch_size", str(ODD), "--rollout.n_samples_per_prompt", str(SIZE), "--train.batch_size", "54"),
+        *("--train.micro_batch_size", "27", "--rollout.micro_batch_size", "8"),
+        *("--ext.groups.ineffective", "drop", "--ext.fill.max_age", "2"),
+    )
     return train_variants(folder, countdown, own, *flags)
 
 
@@ -56,3 +65,19 @@ def test_all_methods_together(trained: Path) -> None:
     rows = check_pilots(trained / "combined", max_rounds=1)
     assert sum(row["replay/num_rows"] for row in rows) > 0 and sum(row["rollout_replay/num_rows"] for row in rows) > 0
     assert json.loads((trained / "combined" / "summary.json").read_text())["method"] == "pilot_commit_popo_aper"
+
+
+def test_popo_kl_drops_what_it_cannot_fill(trained: Path) -> None:
+    rows = read_metrics(trained / "popo_kl", "train")
+    for row in rows:
+        fresh, replayed = row["step/num_trained_fresh"], row["step/num_replayed"]
+        assert row["step/rollouts_generated"] == ODD * SIZE
+        assert row["step/rollouts_generated"] == (
+            fresh + row["step/num_replaced_zero_variance"] + row["step/num_filtered_zero_variance"]
+        )
+        assert row["train/num_rows"] == fresh + replayed <= ODD * SIZE
+        if row["train/num_rows"]:
+            assert row["groups/effective_frac_trained"] == 1.0
+        assert row.get("replay/age_max", 0) <= 2
+    assert rows[0]["train/num_rows"] < ODD * SIZE
+    assert sum(row["step/num_replayed"] for row in rows) > 0

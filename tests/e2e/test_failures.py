@@ -6,10 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from command import Command
-
-from openrlhf_ext.run_dir import read_metrics
 
 
 def error_line(command: Command) -> str:
@@ -35,42 +32,19 @@ def test_a_verifier_that_always_raises_ends_the_run_with_its_error(
     assert command.alive() == []
 
 
-@pytest.mark.parametrize("epochs", [1, 100], ids=["while it generates", "while the actor trains"])
-def test_the_death_of_the_only_engine_ends_the_run(epochs: int, start: Callable[..., Command], tmp_path: Path) -> None:
+def test_the_death_of_the_only_engine_ends_the_run(start: Callable[..., Command], tmp_path: Path) -> None:
     # 100 passes over a batch take far longer than its generation, so the kill falls into them.
     command = start(
         "grpo",
         tmp_path / "run",
-        *("--train.max_epochs", str(epochs), "--ext.eval.at_start", "false", "--ext.max_steps", "1000"),
+        *("--train.max_epochs", "100", "--ext.eval.at_start", "false", "--ext.max_steps", "1000"),
     )
     command.wait_for_steps(1, 300)
     (engine,) = command.descendants("EngineCore")
-    time.sleep(0.0 if epochs == 1 else 3.0)
+    time.sleep(3.0)
     engine.kill()
     assert command.wait(90) == 1, command.output[-4000:]
     assert "vLLM engine" in error_line(command)
-    assert command.alive() == []
-
-
-def test_the_death_of_one_of_two_engines_costs_no_rollout_and_no_step(
-    start: Callable[..., Command], tmp_path: Path
-) -> None:
-    command = start(
-        "grpo",
-        tmp_path / "run",
-        *("--vllm.num_engines", "2", "--ext.eval.at_start", "false", "--ext.max_steps", "20"),
-    )
-    command.wait_for_steps(2, 300)
-    engines = command.descendants("EngineCore")
-    assert len(engines) == 2
-    engines[0].kill()
-    assert command.wait(200) == 0, command.output[-4000:]
-    assert "died and is left out (1 remain)" in command.output
-    rows = read_metrics(command.run_dir, "train")
-    assert [row["step"] for row in rows] == list(range(1, 21))
-    assert all(row["train/num_rows"] == 128 for row in rows)
-    # The engine that is left gets every new weight.
-    assert rows[-1]["rollout/engine_log_prob_abs_diff_mean"] < 0.05
     assert command.alive() == []
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, train_variants
-from laws import check_filling, check_pilots, check_rollout_replay
+from laws import check_filled_in_order, check_filling, check_pilots, check_rollout_replay
 
 from openrlhf_ext.run_dir import read_metrics
 
 # What other tests of this folder train with more to show is left out here.
-ELSEWHERE = {"grpo", "dapo", "grpo_filter", "popo", "popo_kl", "popo_ppo", "pilot_commit"}
+ELSEWHERE = {"grpo", "dapo", "grpo_filter", "popo_kl", "popo_ppo", "pilot_commit"}
 CONFIGS = sorted(
     path.stem
     for path in (ROOT / "configs/cpu").glob("*.yaml")
@@ -22,6 +22,7 @@ CONFIGS = sorted(
 # Of 24 prompts a round, about 6 are committed: never a whole batch of 16, so that filling has something to do.
 FEW_PILOTS = ("--ext.pilot.prompts_per_round", "24")
 FLAGS = {
+    "popo": ("--ext.max_steps", "6"),  # by then the buffer holds enough for a full batch
     "popo_stale": ("--ext.fill.min_age", "2"),  # old enough within three steps
     # What filling takes from its buffer is not drawn again, so both need some steps' groups.
     "combined_capped": ("--ext.throttle.max_row_frac", "0.2", "--ext.max_steps", "6"),
@@ -68,6 +69,12 @@ def test_it_trains_and_every_rollout_is_accounted_for(trained: Path, name: str) 
 @pytest.fixture
 def rows_of(trained: Path) -> Callable[[str], list[dict]]:
     return lambda name: read_metrics(trained / name, "train")
+
+
+def test_popo_fills_the_batch_with_informative_groups(rows_of: Callable) -> None:
+    rows = rows_of("popo")
+    check_filled_in_order(rows, 16)
+    assert rows[-1]["groups/effective_frac_trained"] == 1.0 > rows[-1]["groups/effective_frac_generated"]
 
 
 def test_popo_ineff_fills_every_slot_from_a_buffer_of_all_groups(rows_of: Callable) -> None:
