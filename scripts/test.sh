@@ -23,5 +23,6 @@ fi
 export PATH="$PWD/.venv/bin:$PATH" # DeepSpeed looks for ninja there
 export OMP_NUM_THREADS=1           # more threads in several processes on few cores: 10 to 100 times slower
 ruff check .
-# Two files at a time: a run of real parts waits half of its time for processes to start.
-exec python -m pytest -n 2 --dist loadfile --durations=25 "$@"
+# Two files at a time: a run of real parts waits half of its time for processes to start. In their order, in which the
+# short ones come last.
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 "$@"

@@ -40,11 +40,13 @@ class JobServer:
         self.stopped: list[str] = []
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
         self._ready.wait(30)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -66,6 +68,14 @@ class JobServer:
         self.address = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
         self._ready.set()
         self._loop.run_forever()
+        # To the end: a request that is left pending would be thrown away in the midst of some later test, and Python
+        # 3.11 cannot parse anything while that happens.
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
 
     async def _version(self, _request: web.Request) -> web.Response:
         return web.json_response({"version": "4", "ray_version": "2.55.0", "ray_commit": "", "session_name": ""})
