@@ -329,7 +329,8 @@ def test_cancel(start: Start, cluster: Cluster, how: str) -> None:
         cluster.run(ROOT / "slurm/stop", "--now", job.id)
     assert job.wait()[0] == "CANCELLED"
     assert job.show()["Restarts"] == "0"
-    nothing_is_left(cluster)
+    nothing_runs(cluster)
+    clear_files(cluster)
 
 
 def test_cancel_while_ray_starts(start: Start, cluster: Cluster) -> None:
@@ -337,7 +338,8 @@ def test_cancel_while_ray_starts(start: Start, cluster: Cluster) -> None:
     wait_until(lambda: "1 of 2 nodes" in read(job.latest / "ready.log"), 60, "node1")
     cluster.run("scancel", job.id)
     assert job.wait()[0] == "CANCELLED"
-    nothing_is_left(cluster)
+    nothing_runs(cluster)
+    clear_files(cluster)
 
 
 def test_stop_says_what_it_cannot_do(start: Start, cluster: Cluster) -> None:
@@ -457,10 +459,20 @@ def kill_ray(cluster: Cluster, job: Job, node: int) -> None:
 
 
 def nothing_is_left(cluster: Cluster) -> None:
-    wait_until(
-        lambda: not cluster.processes_of_jobs(), 20, "processes to end", lambda: str(cluster.processes_of_jobs())
-    )
+    nothing_runs(cluster)
     assert cluster.local_files(1) == cluster.local_files(2) == []
+
+
+def nothing_runs(cluster: Cluster) -> None:
+    wait_until(
+        lambda: not cluster.processes_of_jobs(), 60, "processes to end", lambda: str(cluster.processes_of_jobs())
+    )
+
+
+def clear_files(cluster: Cluster) -> None:
+    """scancel signals srun as well, which then kills what would have removed the files, if it is not done by then."""
+    for node in (1, 2):
+        cluster.run_on(node, "find", "/tmp/local", "-mindepth", "1", "-delete")
 
 
 def read(file: Path) -> str:
