@@ -106,7 +106,6 @@ class Run(Job):
 @pytest.fixture(scope="module")
 def settings() -> dict[str, str]:
     # Ray's processes may take some seconds to end, and until then a job that starts again is refused its steps.
-    # Slurm does not notice a lost node: ray.sbatch has to.
     return {"VC_CRED_EXPIRE": "12", "VC_SLURMD_TIMEOUT": "300"}
 
 
@@ -163,24 +162,16 @@ def test_two_nodes_train_to_the_end(unbroken: Run, cluster: Cluster) -> None:
     nothing_is_left(cluster)
 
 
-def test_a_checkpoint_on_request_and_a_lost_node_change_nothing(
+def test_a_stop_on_request_and_a_new_start_change_nothing(
     unbroken: Run, cluster: Cluster, task: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = Run(cluster, tmp_path_factory.mktemp("runs") / "broken", task, rollouts=2 * ROLLOUTS)
     run.wait_for_steps(2)
     cluster.run(ROOT / "slurm/stop", run.id)
     run.wait_for("stopping after this train step", 120)
-    run.allow(4 * ROLLOUTS)  # the third step ends; the next attempt begins with the fourth and stays in the fifth
-    run.wait_for("queued again", 300)
-    run.wait_for("going on after step 3", 600)
-    run.wait_for_steps(4)
-    cluster.cut_power(2)
-    run.allow(10**9)
-    run.wait_for("queued again", 400, count=2)
-    assert "a node does not answer" in run.output or "so did Ray" in run.output or "Ray ended under" in run.output
-    cluster.boot(2)
+    run.allow(10**9)  # the third step ends
     assert run.wait(900) == ("COMPLETED", "0:0")
-    assert run.output.count("going on after step") == 2
+    assert run.output.count("queued again") == 1 and "going on after step 3" in run.output
     nothing_is_left(cluster)
 
     found, expected = (read_metrics(one.run_dir) for one in (run, unbroken))
