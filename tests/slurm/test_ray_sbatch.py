@@ -362,6 +362,17 @@ def test_a_trainer_that_fails_because_ray_ended(start: Start, cluster: Cluster) 
     assert job.wait() == ("FAILED", "72:0")
 
 
+def test_a_trainer_that_fails_because_ray_lost_a_node_whose_processes_are_still_there(
+    start: Start, cluster: Cluster
+) -> None:
+    job = start("lost-silently", "--exit", "1", MAX_RESTARTS="0")
+    job.wait_for("trainer: Ray at")
+    kill_ray(cluster, job, node=2, signal="HUP")
+    (job.run_dir / "go").touch()
+    assert job.wait() == ("FAILED", "72:0")
+    assert "node2 is missing" in read(job.latest / "ready_after.log")
+
+
 def test_two_jobs_on_one_node(start: Start, cluster: Cluster) -> None:
     both = [start(f"neighbor{i}", options=("--nodes=1", "--nodelist=node1")) for i in (1, 2)]
     for job in both:
@@ -451,11 +462,11 @@ def test_a_node_without_power(start: Start, cluster: Cluster) -> None:
     assert job.show()["Restarts"] == "1"
 
 
-def kill_ray(cluster: Cluster, job: Job, node: int) -> None:
-    """SIGKILL for ``ray start`` of a job on a node, by its process id."""
+def kill_ray(cluster: Cluster, job: Job, node: int, signal: str = "KILL") -> None:
+    """A signal for ``ray start`` of a job on a node, by its process id."""
     pids = cluster.run_on(node, "pgrep", "--full", f"ray_cli.py start .*ray-{job.id}[.]").split()
     assert len(pids) == 1
-    cluster.run_on(node, "kill", "-KILL", *pids)
+    cluster.run_on(node, "kill", f"-{signal}", *pids)
 
 
 def nothing_is_left(cluster: Cluster) -> None:

@@ -1,7 +1,7 @@
 """Stands for ``ray start --block``: the head listens on its port and keeps a list of nodes, workers stay connected.
 
 STUB_RAY is a list of words NODE:WHAT for what goes wrong on a node in the first attempt: ``fails``, ``hangs`` (never
-joins).
+joins). SIGHUP makes a node leave the cluster without ending.
 """
 
 from __future__ import annotations
@@ -61,6 +61,12 @@ def join(address: str, me: dict) -> None:
     host, port = address.rsplit(":", 1)
     connection = socket.create_connection((host, int(port)))
     connection.sendall(json.dumps(me).encode() + b"\n")
+
+    def leave(*_: object) -> None:
+        connection.shutdown(socket.SHUT_RDWR)
+        time.sleep(3600)
+
+    signal.signal(signal.SIGHUP, leave)
     connection.recv(1)
     sys.exit("stub: the head is gone")
 
