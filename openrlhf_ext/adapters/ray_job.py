@@ -34,6 +34,7 @@ from types import FrameType
 from typing import Any
 
 from openrlhf_ext.adapters import cpu_platform
+from openrlhf_ext.adapters.upstream import first_line
 from openrlhf_ext.run_dir import RunDirectory
 from openrlhf_ext.supervisor import supervise
 
@@ -303,7 +304,7 @@ class _Submission:
                 return client
             except AuthenticationError as error:
                 raise _Refused(
-                    f"{self._address} wants a token: {_first_line(error)}; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
+                    f"{self._address} wants a token: {first_line(error)}; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
                     "or RAY_AUTH_TOKEN_PATH to those of the cluster"
                 ) from None
             except (ConnectionError, RuntimeError, requests.RequestException) as error:
@@ -317,8 +318,8 @@ class _Submission:
                     ) from None
                 if "status code 4" in text or "returned 404" in text:
                     raise _Refused(f"{self._address} refuses the job: {text}") from None
-                if _first_line(error) != reason:
-                    reason = _first_line(error)
+                if first_line(error) != reason:
+                    reason = first_line(error)
                     _say(f"waiting for {self._address}: {reason}")
             except (ValueError, TypeError, OSError) as error:
                 raise _Refused(f"the job cannot be submitted: {error}; see --runtime-env and --working-dir") from None
@@ -397,10 +398,6 @@ def _quietly(call, *args):
         return call(*args)
     except Exception:
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _print_log(client, job_id: str) -> None:

@@ -105,7 +105,8 @@ class Run(Job):
 
 @pytest.fixture(scope="module")
 def settings() -> dict[str, str]:
-    # Ray's processes may take some seconds to end, and until then a job that starts again is refused its steps.
+    # Ray's processes may take some seconds to end, and until then a job that starts again is refused its steps. A node
+    # that answers late, on a busy machine, is not lost.
     return {"VC_CRED_EXPIRE": "12", "VC_SLURMD_TIMEOUT": "300"}
 
 
